@@ -1,0 +1,400 @@
+"""The run file: every option of Longrein, its default, its meaning and its check.
+
+A run file is TOML. Each section is one model below; a key that no model knows is refused with the nearest known
+name, so that a misspelt option is an error and never a silent default. `load` reads a file and applies
+`section.key=value` overrides; `resolved_toml` and `defaults_text` print what a person wants to read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Iterable, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(Exception):
+    """A run file or an override that cannot be used. The message names the key and what was expected."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Run(Section):
+    name: str = Field("run", description="Name of the run; its files live in DIR/NAME.")
+    dir: str = Field("runs", description="Folder that holds the runs. Relative to where the command is started.")
+    seed: int = Field(0, description="Seed of the task order, of sampling and of the learner.")
+
+    @property
+    def path(self) -> Path:
+        """The run's own folder (absolute)."""
+        return (Path(self.dir) / self.name).resolve()
+
+
+class Lora(Section):
+    rank: int = Field(0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
+    alpha: float = Field(32.0, gt=0, description="LoRA scale (the update is multiplied by alpha / rank).")
+    targets: list[str] = Field(["all-linear"], description="Module names that get adapters, or all-linear.")
+
+
+class Model(Section):
+    name: str = Field("policy", description="Name under which harnesses ask for the model.")
+    path: str = Field("", description="Model folder or hub name. Empty: calls go to endpoints registered by POST /api/models.")
+    chat_template: str = Field("", description="Jinja file used instead of the model's own chat template.")
+    context: int = Field(0, ge=0, description="Longest prompt plus reply in tokens; 0 takes the model's own maximum.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the learner's weights.")
+    autocast: Literal["auto", "none", "bfloat16"] = Field(
+        "auto", description="Type of the learner's matrix products; auto is bfloat16 where the device does it faster."
+    )
+    sample_dtype: Literal["same", "float32", "bfloat16"] = Field(
+        "same", description="Type of the sampler's weights; same samples from the learner's own weights."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the embedded engine and learner compute.")
+    parser: str = Field(
+        "auto", description="Reads reasoning and tool calls out of sampled text: auto, hermes, none or a family of the renderers package."
+    )
+    system_messages: Literal["auto", "template", "user"] = Field(
+        "auto",
+        description="A system message that the template refuses: template leaves it alone, user turns it into a user message, auto probes.",
+    )
+    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters (needs the peft package).")  # type: ignore[arg-type]
+
+
+class Engine(Section):
+    kind: Literal["embedded", "openai", "scripted"] = Field(
+        "embedded",
+        description="What samples tokens: the trainer's own process, a text-only OpenAI-compatible endpoint, or a Python function.",
+    )
+    url: str = Field("", description="Endpoint of kind openai, with its /v1.")
+    model: str = Field("", description="Model name that the endpoint of kind openai knows; empty sends model.name.")
+    api_key_env: str = Field("", description="Environment variable that holds the key of the openai endpoint.")
+    script: str = Field("", description="module:function of kind scripted: from a request to the reply it plays.")
+    max_batch: int = Field(64, ge=1, description="Sequences that the embedded engine decodes together.")
+    cache_tokens: int = Field(65536, ge=0, description="Tokens of finished calls whose keys and values are kept for the next turn.")
+    max_reply_tokens: int = Field(1024, ge=1, description="Longest reply of a call that names no limit of its own.")
+    threads: int = Field(0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice.")
+
+
+class Gateway(Section):
+    host: str = Field("127.0.0.1", description="Address to listen on. Any but loopback needs a key.")
+    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    url: str = Field("", description="A gateway that runs already; empty starts one with the run.")
+    key: str = Field("", description="Run key of trainer, controller and operator; empty makes a random one.")
+    key_file: str = Field("", description="File that holds the run key.")
+    history: Literal["faithful", "sampled", "rendered"] = Field(
+        "faithful",
+        description="What a later turn sees of earlier ones: what the template gives, with recorded ids where text agrees (faithful); the model's own tokens (sampled); all encoded anew (rendered).",
+    )
+    control_text: Literal["text", "refuse", "special"] = Field(
+        "text", description="Control tokens written inside message content: ordinary text, an error, or what they say."
+    )
+    train_temperature: float = Field(1.0, gt=0, description="Temperature of every call in mode train, whatever the harness asks.")
+    val_temperature: float = Field(0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks.")
+    max_body_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413.")
+
+
+class Gate(Section):
+    on_pause: Literal["hold", "refuse"] = Field("hold", description="Calls during a pause wait (hold) or get 429 (refuse).")
+    hold_seconds: float = Field(240.0, gt=0, description="Longest wait of a held call before it is refused with 429.")
+
+
+class Store(Section):
+    url: str = Field("", description="SQLAlchemy URL of the record; empty is SQLite in the run's folder.")
+    fsync: bool = Field(False, description="Make every commit survive a power loss too, not only the death of a process.")
+
+
+class Agent(Section):
+    command: list[str] = Field([], description="The harness's command. {task.FIELD} is replaced by a field of the task, {task_file} by its file.")
+    agent_class: str = Field("", description="An Agent Lightning agent class (module:Class) instead of a command.")
+    env: dict[str, str] = Field({}, description="Environment variables; {task.FIELD} is replaced as in the command.")
+    preload: list[str] = Field([], description="Modules that a warm Python parent imports once; agents are forked from it.")
+    workspace: str = Field("", description="Folder copied into each attempt's working directory before the agent starts.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest run of an attempt.")
+    grace_seconds: float = Field(5.0, ge=0, description="Time between asking an agent to end and killing it.")
+    max_concurrent: int = Field(8, ge=1, description="Attempts that run at once.")
+    max_attempts: int = Field(2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
+    controller: Literal["start", "external"] = Field("start", description="Start a controller with the run, or use one that runs already.")
+
+
+class Task(Section):
+    train: str = Field("", description="Training tasks: a JSON-lines file or module:function (called with the seed).")
+    dev: str = Field("", description="Tasks of the warm-up's own success check.")
+    held_out: str = Field("", description="Tasks of the evaluation; never trained on.")
+    shuffle: bool = Field(True, description="Visit the training tasks in a seeded random order, anew each epoch.")
+
+
+class Reward(Section):
+    from_: Literal["function", "agent"] = Field("function", alias="from", description="Who says the reward: a function, or the agent itself.")
+    function: str = Field("", description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward.")
+    timeout_seconds: float = Field(60.0, gt=0, description="Longest run of the reward function.")
+
+
+class Warmup(Section):
+    steps: int = Field(0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it.")
+    teacher: str = Field("", description="module:function from messages and tools to the expert's reply.")
+    teacher_url: str = Field("", description="OpenAI-compatible endpoint of a teacher model, instead of a function.")
+    teacher_model: str = Field("", description="Model name at teacher_url.")
+    teacher_key_env: str = Field("", description="Environment variable that holds the teacher endpoint's key.")
+    rollouts_per_step: int = Field(8, ge=1, description="Demonstrations learned from in one step.")
+    learning_rate: float = Field(2e-5, gt=0, description="Learning rate of the supervised steps.")
+    pass_reward: float = Field(1.0, description="Demonstrations below this reward are not learned from.")
+    until: float = Field(0.2, ge=0, le=1, description="Stop when the mean reward on the dev tasks reaches this.")
+    check_every: int = Field(1, ge=1, description="Steps between two checks on the dev tasks.")
+    check_after: int = Field(0, ge=0, description="Steps before the first check.")
+    dev_tasks: int = Field(32, ge=1, description="Dev tasks of a check.")
+
+
+class Algorithm(Section):
+    group_size: int = Field(8, ge=1, description="Rollouts of one task whose rewards are compared.")
+    groups_per_step: int = Field(8, ge=1, description="Groups learned from in one step.")
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
+        "grpo", description="Advantage of a rollout within its group."
+    )
+    loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss of a sampled token.")
+    clip_low: float = Field(0.2, gt=0, description="ppo_clip: the importance ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high.")
+    updates_per_batch: int = Field(1, ge=1, description="Optimizer updates that a step's rollouts are divided over.")
+    correction: Literal["none", "tis"] = Field(
+        "none", description="Off-policy correction: none, or token-level truncated importance sampling."
+    )
+    correction_cap: float = Field(2.0, gt=0, description="tis: largest importance weight.")
+
+
+class Trainer(Section):
+    steps: int = Field(100, ge=0, description="Steps of reinforcement learning.")
+    max_seconds: float = Field(0.0, ge=0, description="Stop learning after this time (evaluation follows); 0 sets no limit.")
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
+    grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
+    tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens, padding included, of one forward and backward pass.")
+    checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0 writes only the last.")
+    max_failed_groups: int = Field(8, ge=1, description="Failed groups in a row that end the run.")
+    preflight: bool = Field(True, description="Run one attempt alone before the first step.")
+
+
+class Eval(Section):
+    untuned: bool = Field(False, description="Evaluate before the warm-up too.")
+    before: bool = Field(True, description="Evaluate before the first step.")
+    after: bool = Field(True, description="Evaluate after the last step.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    tasks: int = Field(0, ge=0, description="Held-out tasks of an evaluation, from the first on; 0 takes all.")
+    rollouts_per_task: int = Field(1, ge=1, description="Rollouts of each held-out task.")
+
+
+class Tracking(Section):
+    progress: Literal["auto", "live", "lines", "none"] = Field("auto", description="Progress on the screen: a live display, lines, or nothing.")
+    tensorboard: bool = Field(False, description="Write TensorBoard files (needs the tensorboard package).")
+    wandb: bool = Field(False, description="Log to Weights & Biases (needs the wandb package).")
+    project: str = Field("longrein", description="Weights & Biases project.")
+
+
+class Config(Section):
+    """A whole run file."""
+
+    run: Run = Field(default_factory=Run, description="The run and its folder.")  # type: ignore[arg-type]
+    model: Model = Field(default_factory=Model, description="The model that is trained or served.")  # type: ignore[arg-type]
+    engine: Engine = Field(default_factory=Engine, description="What samples tokens.")  # type: ignore[arg-type]
+    gateway: Gateway = Field(default_factory=Gateway, description="What stands where the model's endpoint is.")  # type: ignore[arg-type]
+    gate: Gate = Field(default_factory=Gate, description="What happens to calls while the model is updated.")  # type: ignore[arg-type]
+    store: Store = Field(default_factory=Store, description="The durable record.")  # type: ignore[arg-type]
+    agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")  # type: ignore[arg-type]
+    task: Task = Field(default_factory=Task, description="What the harness is run on.")  # type: ignore[arg-type]
+    reward: Reward = Field(default_factory=Reward, description="Who grades and how.")  # type: ignore[arg-type]
+    warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")  # type: ignore[arg-type]
+    algorithm: Algorithm = Field(default_factory=Algorithm, description="Advantage and loss.")  # type: ignore[arg-type]
+    trainer: Trainer = Field(default_factory=Trainer, description="Optimizer, steps and checkpoints.")  # type: ignore[arg-type]
+    eval: Eval = Field(default_factory=Eval, description="Held-out evaluation.")  # type: ignore[arg-type]
+    tracking: Tracking = Field(default_factory=Tracking, description="Where progress is shown and metrics go.")  # type: ignore[arg-type]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Config:
+        if self.gateway.host not in ("127.0.0.1", "localhost", "::1") and not (self.gateway.key or self.gateway.key_file):
+            raise ValueError(
+                f"gateway.host: {self.gateway.host!r} can be reached from other machines; set gateway.key or gateway.key_file"
+            )
+        if self.engine.kind == "openai" and not self.engine.url:
+            raise ValueError("engine.url: engine.kind = 'openai' needs the endpoint's URL")
+        if self.engine.kind == "scripted" and not self.engine.script:
+            raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
+        if self.agent.command and self.agent.agent_class:
+            raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
+        if self.warmup.steps and not (self.warmup.teacher or self.warmup.teacher_url):
+            raise ValueError("warmup.teacher: warmup.steps > 0 needs warmup.teacher or warmup.teacher_url")
+        if self.warmup.teacher and self.warmup.teacher_url:
+            raise ValueError("warmup.teacher: give warmup.teacher or warmup.teacher_url, not both")
+        if self.warmup.steps and not self.task.dev:
+            raise ValueError("task.dev: warmup.steps > 0 needs tasks for its success check")
+        return self
+
+
+def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
+    """Read a run file (or none: all defaults) and apply `section.key=value` overrides.
+
+    Relative files and folders named in a run file are meant from the run file's folder; they are made absolute here.
+    Raises `ConfigError` with one line per problem.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{file}: no such run file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{file}: not valid TOML: {error}") from None
+        _anchor(values, file.resolve().parent)
+    for override in overrides:
+        _override(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        where = f"{path}: " if path is not None else ""
+        raise ConfigError("\n".join(where + line for line in _explain(error))) from None
+
+
+# Options that name a file or folder: relative ones are meant from the run file's folder.
+_FILES = {("run", "dir"), ("model", "chat_template"), ("gateway", "key_file"), ("agent", "workspace")}
+_FILES_OR_FUNCTIONS = {("task", "train"), ("task", "dev"), ("task", "held_out"), ("model", "path")}
+
+
+def _anchor(values: dict[str, Any], folder: Path) -> None:
+    for section, key in _FILES | _FILES_OR_FUNCTIONS:
+        table = values.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(value, str) or not value or value.startswith(("/", "~")):
+            continue
+        # A hub name or module:function stays as it is; what exists beside the run file, or says ./, is a file.
+        is_file = (section, key) in _FILES or value.startswith(".") or value.endswith(".jsonl") or (folder / value).exists()
+        if is_file:
+            assert isinstance(table, dict)
+            table[key] = str((folder / value).resolve())
+    for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "dir")):
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = os.path.expanduser(table[key])
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or len(parts) < 2:
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    table = values
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+    try:
+        table[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[parts[-1]] = text  # bare words are strings: --set model.name=policy
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        name = ".".join(location)
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{name}: unknown option{_nearest(location)}")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}: {message}" if name else message)
+    return lines
+
+
+def _nearest(location: list[str]) -> str:
+    known = _known_names(Config)
+    name = ".".join(location)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:
+        parent = ".".join(location[:-1])
+        same_key = [k for k in known if k.rsplit(".", 1)[-1] == location[-1]]
+        if same_key:
+            close = same_key[:1]
+        else:
+            siblings = [k.removeprefix(parent + ".") for k in known if k.startswith(parent + ".") or not parent]
+            close_sibling = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.4)
+            close = [f"{parent}.{close_sibling[0]}".lstrip(".")] if close_sibling else []
+    return f"; did you mean {close[0]}?" if close else "; `longrein config --defaults` lists every option"
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def _known_names(model: type[Section], prefix: str = "") -> list[str]:
+    names = []
+    for field, info in model.model_fields.items():
+        name = prefix + (info.alias or field)
+        names.append(name)
+        inner = _section_of(info.annotation)
+        if inner is not None:
+            names.extend(_known_names(inner, name + "."))
+    return names
+
+
+def resolved_toml(config: Config) -> str:
+    """The whole configuration as TOML that `load` reads back to an equal one. The run key is left out."""
+    values = config.model_dump(mode="json", by_alias=True)
+    values["gateway"]["key"] = ""
+    return "\n".join(_toml_section(name, table) for name, table in values.items()) + "\n"
+
+
+def _toml_section(name: str, table: dict[str, Any]) -> str:
+    plain = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_table(name, key)]
+    nested = [_toml_section(f"{name}.{key}", value) for key, value in table.items() if _is_table(name, key)]
+    return "\n".join([f"[{name}]", *plain, "", *nested]).rstrip("\n") + "\n"
+
+
+def _is_table(section: str, key: str) -> bool:
+    return f"{section}.{key}" == "model.lora"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    raise TypeError(f"{type(value).__name__} has no TOML form here")
+
+
+def defaults_text() -> str:
+    """Every option with its default and one line of meaning, as a run file of comments and defaults."""
+    lines: list[str] = []
+    for name, info in Config.model_fields.items():
+        section = _section_of(info.annotation)
+        assert section is not None
+        lines.extend(_defaults_of(name, info.description or "", section))
+    return "\n".join(lines)
+
+
+def _defaults_of(name: str, description: str, section: type[Section]) -> list[str]:
+    lines = [f"[{name}]", f"# {description}"]
+    nested: list[str] = []
+    for field, info in section.model_fields.items():
+        key = info.alias or field
+        inner = _section_of(info.annotation)
+        if inner is not None:
+            nested.extend(_defaults_of(f"{name}.{key}", info.description or "", inner))
+            continue
+        value = info.get_default(call_default_factory=True)
+        value = list(value) if isinstance(value, tuple) else value
+        choices = f" One of: {', '.join(get_args(info.annotation))}." if get_origin(info.annotation) is Literal else ""
+        lines.append(f"{key} = {_toml_value(value)}  # {info.description}{choices}")
+    return [*lines, "", *nested]
