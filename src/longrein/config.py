@@ -262,7 +262,7 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
 
 
 # Options that name a file or folder: relative ones are meant from the run file's folder.
-_FILES = {("run", "dir"), ("model", "chat_template"), ("gateway", "key_file"), ("agent", "workspace")}
+_FILES = {("model", "chat_template"), ("gateway", "key_file"), ("agent", "workspace")}
 _FILES_OR_FUNCTIONS = {("task", "train"), ("task", "dev"), ("task", "held_out"), ("model", "path")}
 
 
@@ -277,7 +277,7 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
-    for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "dir")):
+    for section, key in (("model", "path"), ("gateway", "key_file")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = os.path.expanduser(table[key])
