@@ -29,6 +29,7 @@ class Run(Section):
     name: str = Field("run", description="Name of the run; its files live in DIR/NAME.")
     dir: str = Field("runs", description="Folder that holds the runs. Relative to where the command is started.")
     seed: int = Field(0, description="Seed of the task order, of sampling and of the learner.")
+    folder: str = Field("", description="Folder that module:function names are imported from; empty is the run file's own.")
 
     @property
     def path(self) -> Path:
@@ -237,8 +238,8 @@ class Config(Section):
 def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
     """Read a run file (or none: all defaults) and apply `section.key=value` overrides.
 
-    Relative files and folders named in a run file are meant from the run file's folder; they are made absolute here.
-    Raises `ConfigError` with one line per problem.
+    Relative files and folders named in a run file are meant from the run file's folder, those in an override from the
+    current one; they are made absolute here, and so is `run.folder`. Raises `ConfigError` with one line per problem.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -252,6 +253,9 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{file}: not valid TOML: {error}") from None
         _anchor(values, file.resolve().parent)
+        run = values.setdefault("run", {})
+        if isinstance(run, dict) and not run.get("folder"):
+            run["folder"] = str(file.resolve().parent)
     for override in overrides:
         _override(values, override)
     try:
@@ -262,7 +266,7 @@ def load(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
 
 
 # Options that name a file or folder: relative ones are meant from the run file's folder.
-_FILES = {("model", "chat_template"), ("gateway", "key_file"), ("agent", "workspace")}
+_FILES = {("run", "folder"), ("model", "chat_template"), ("gateway", "key_file"), ("agent", "workspace")}
 _FILES_OR_FUNCTIONS = {("task", "train"), ("task", "dev"), ("task", "held_out"), ("model", "path")}
 
 
@@ -277,7 +281,7 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
-    for section, key in (("model", "path"), ("gateway", "key_file")):
+    for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "folder")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = os.path.expanduser(table[key])
@@ -294,9 +298,13 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override}: {part} is a value, not a section")
     try:
-        table[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        table[parts[-1]] = text  # bare words are strings: --set model.name=policy
+        value = text  # bare words are strings: --set model.name=policy
+    anchored = {parts[0]: {parts[-1]: value}}
+    if len(parts) == 2:
+        _anchor(anchored, Path.cwd())
+    table[parts[-1]] = anchored[parts[0]][parts[-1]]
 
 
 def _explain(error: ValidationError) -> list[str]:
