@@ -323,16 +323,13 @@ def _explain(error: ValidationError) -> list[str]:
 def _nearest(location: list[str]) -> str:
     known = _known_names(Config)
     name = ".".join(location)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    same_key = [k for k in known if k.rsplit(".", 1)[-1] == location[-1]]
+    close = same_key[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not close:
         parent = ".".join(location[:-1])
-        same_key = [k for k in known if k.rsplit(".", 1)[-1] == location[-1]]
-        if same_key:
-            close = same_key[:1]
-        else:
-            siblings = [k.removeprefix(parent + ".") for k in known if k.startswith(parent + ".") or not parent]
-            close_sibling = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.4)
-            close = [f"{parent}.{close_sibling[0]}".lstrip(".")] if close_sibling else []
+        siblings = [k.removeprefix(parent + ".") for k in known if k.startswith(parent + ".") or not parent]
+        close_sibling = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.4)
+        close = [f"{parent}.{close_sibling[0]}".lstrip(".")] if close_sibling else []
     return f"; did you mean {close[0]}?" if close else "; `longrein config --defaults` lists every option"
 
 
