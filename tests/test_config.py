@@ -140,7 +140,8 @@ def test_defaults_list_every_option_with_its_default_and_one_line_of_meaning(tmp
     printed = tomllib.loads(text)
     for section, info in Config.model_fields.items():
         model = info.annotation
-        assert isinstance(model, type) and issubclass(model, Section)
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
         assert set(printed[section]) == {field.alias or name for name, field in model.model_fields.items()}
 
 

@@ -80,7 +80,7 @@ def test_what_a_function_does_wrong_is_named(
 def test_a_function_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "make_tasks_b.py").write_text("import a_module_that_nobody_has\n")
     (tmp_path / "make_tasks_c.py").write_text("")
-    with pytest.raises(ConfigError, match="task.train: no module 'make_tasks_none'"):
+    with pytest.raises(ConfigError, match=r"task\.train: no module 'make_tasks_none'"):
         read("make_tasks_none:make", tmp_path)
     with pytest.raises(ConfigError, match="importing make_tasks_b failed: No module named 'a_module_that_nobody_has'"):
         read("make_tasks_b:make", tmp_path)

@@ -11,8 +11,9 @@ import difflib
 import json
 import os
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -29,7 +30,9 @@ class Run(Section):
     name: str = Field("run", description="Name of the run; its files live in DIR/NAME.")
     dir: str = Field("runs", description="Folder that holds the runs. Relative to where the command is started.")
     seed: int = Field(0, description="Seed of the task order, of sampling and of the learner.")
-    folder: str = Field("", description="Folder that module:function names are imported from; empty is the run file's own.")
+    folder: str = Field(
+        "", description="Folder that module:function names are imported from; empty is the run file's own."
+    )
 
     @property
     def path(self) -> Path:
@@ -45,7 +48,9 @@ class Lora(Section):
 
 class Model(Section):
     name: str = Field("policy", description="Name under which harnesses ask for the model.")
-    path: str = Field("", description="Model folder or hub name. Empty: calls go to endpoints registered by POST /api/models.")
+    path: str = Field(
+        "", description="Model folder or hub name. Empty: calls go to endpoints registered by POST /api/models."
+    )
     chat_template: str = Field("", description="Jinja file used instead of the model's own chat template.")
     context: int = Field(0, ge=0, description="Longest prompt plus reply in tokens; 0 takes the model's own maximum.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the learner's weights.")
@@ -57,7 +62,8 @@ class Model(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the embedded engine and learner compute.")
     parser: str = Field(
-        "auto", description="Reads reasoning and tool calls out of sampled text: auto, hermes, none or a family of the renderers package."
+        "auto",
+        description="Reads reasoning and tool calls out of sampled text: auto, hermes, none or a family of the renderers package.",
     )
     system_messages: Literal["auto", "template", "user"] = Field(
         "auto",
@@ -76,9 +82,13 @@ class Engine(Section):
     api_key_env: str = Field("", description="Environment variable that holds the key of the openai endpoint.")
     script: str = Field("", description="module:function of kind scripted: from a request to the reply it plays.")
     max_batch: int = Field(64, ge=1, description="Sequences that the embedded engine decodes together.")
-    cache_tokens: int = Field(65536, ge=0, description="Tokens of finished calls whose keys and values are kept for the next turn.")
+    cache_tokens: int = Field(
+        65536, ge=0, description="Tokens of finished calls whose keys and values are kept for the next turn."
+    )
     max_reply_tokens: int = Field(1024, ge=1, description="Longest reply of a call that names no limit of its own.")
-    threads: int = Field(0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice."
+    )
 
 
 class Gateway(Section):
@@ -94,32 +104,51 @@ class Gateway(Section):
     control_text: Literal["text", "refuse", "special"] = Field(
         "text", description="Control tokens written inside message content: ordinary text, an error, or what they say."
     )
-    train_temperature: float = Field(1.0, gt=0, description="Temperature of every call in mode train, whatever the harness asks.")
-    val_temperature: float = Field(0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks.")
-    max_body_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413.")
+    train_temperature: float = Field(
+        1.0, gt=0, description="Temperature of every call in mode train, whatever the harness asks."
+    )
+    val_temperature: float = Field(
+        0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks."
+    )
+    max_body_bytes: int = Field(
+        32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
+    )
 
 
 class Gate(Section):
-    on_pause: Literal["hold", "refuse"] = Field("hold", description="Calls during a pause wait (hold) or get 429 (refuse).")
+    on_pause: Literal["hold", "refuse"] = Field(
+        "hold", description="Calls during a pause wait (hold) or get 429 (refuse)."
+    )
     hold_seconds: float = Field(240.0, gt=0, description="Longest wait of a held call before it is refused with 429.")
 
 
 class Store(Section):
     url: str = Field("", description="SQLAlchemy URL of the record; empty is SQLite in the run's folder.")
-    fsync: bool = Field(False, description="Make every commit survive a power loss too, not only the death of a process.")
+    fsync: bool = Field(
+        False, description="Make every commit survive a power loss too, not only the death of a process."
+    )
 
 
 class Agent(Section):
-    command: list[str] = Field([], description="The harness's command. {task.FIELD} is replaced by a field of the task, {task_file} by its file.")
+    command: list[str] = Field(
+        [],
+        description="The harness's command. {task.FIELD} is replaced by a field of the task, {task_file} by its file.",
+    )
     agent_class: str = Field("", description="An Agent Lightning agent class (module:Class) instead of a command.")
     env: dict[str, str] = Field({}, description="Environment variables; {task.FIELD} is replaced as in the command.")
-    preload: list[str] = Field([], description="Modules that a warm Python parent imports once; agents are forked from it.")
-    workspace: str = Field("", description="Folder copied into each attempt's working directory before the agent starts.")
+    preload: list[str] = Field(
+        [], description="Modules that a warm Python parent imports once; agents are forked from it."
+    )
+    workspace: str = Field(
+        "", description="Folder copied into each attempt's working directory before the agent starts."
+    )
     timeout_seconds: float = Field(600.0, gt=0, description="Longest run of an attempt.")
     grace_seconds: float = Field(5.0, ge=0, description="Time between asking an agent to end and killing it.")
     max_concurrent: int = Field(8, ge=1, description="Attempts that run at once.")
     max_attempts: int = Field(2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
-    controller: Literal["start", "external"] = Field("start", description="Start a controller with the run, or use one that runs already.")
+    controller: Literal["start", "external"] = Field(
+        "start", description="Start a controller with the run, or use one that runs already."
+    )
 
 
 class Task(Section):
@@ -130,13 +159,19 @@ class Task(Section):
 
 
 class Reward(Section):
-    from_: Literal["function", "agent"] = Field("function", alias="from", description="Who says the reward: a function, or the agent itself.")
-    function: str = Field("", description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward.")
+    from_: Literal["function", "agent"] = Field(
+        "function", alias="from", description="Who says the reward: a function, or the agent itself."
+    )
+    function: str = Field(
+        "", description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward."
+    )
     timeout_seconds: float = Field(60.0, gt=0, description="Longest run of the reward function.")
 
 
 class Warmup(Section):
-    steps: int = Field(0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it.")
+    steps: int = Field(
+        0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it."
+    )
     teacher: str = Field("", description="module:function from messages and tools to the expert's reply.")
     teacher_url: str = Field("", description="OpenAI-compatible endpoint of a teacher model, instead of a function.")
     teacher_model: str = Field("", description="Model name at teacher_url.")
@@ -158,7 +193,9 @@ class Algorithm(Section):
     )
     loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss of a sampled token.")
     clip_low: float = Field(0.2, gt=0, description="ppo_clip: the importance ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high.")
+    clip_high: float = Field(
+        0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high."
+    )
     updates_per_batch: int = Field(1, ge=1, description="Optimizer updates that a step's rollouts are divided over.")
     correction: Literal["none", "tis"] = Field(
         "none", description="Off-policy correction: none, or token-level truncated importance sampling."
@@ -168,13 +205,17 @@ class Algorithm(Section):
 
 class Trainer(Section):
     steps: int = Field(100, ge=0, description="Steps of reinforcement learning.")
-    max_seconds: float = Field(0.0, ge=0, description="Stop learning after this time (evaluation follows); 0 sets no limit.")
+    max_seconds: float = Field(
+        0.0, ge=0, description="Stop learning after this time (evaluation follows); 0 sets no limit."
+    )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     lr_warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
     grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens, padding included, of one forward and backward pass.")
+    tokens_per_micro_batch: int = Field(
+        4096, ge=1, description="Tokens, padding included, of one forward and backward pass."
+    )
     checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0 writes only the last.")
     max_failed_groups: int = Field(8, ge=1, description="Failed groups in a row that end the run.")
     preflight: bool = Field(True, description="Run one attempt alone before the first step.")
@@ -190,7 +231,9 @@ class Eval(Section):
 
 
 class Tracking(Section):
-    progress: Literal["auto", "live", "lines", "none"] = Field("auto", description="Progress on the screen: a live display, lines, or nothing.")
+    progress: Literal["auto", "live", "lines", "none"] = Field(
+        "auto", description="Progress on the screen: a live display, lines, or nothing."
+    )
     tensorboard: bool = Field(False, description="Write TensorBoard files (needs the tensorboard package).")
     wandb: bool = Field(False, description="Log to Weights & Biases (needs the wandb package).")
     project: str = Field("longrein", description="Weights & Biases project.")
@@ -216,7 +259,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Config:
-        if self.gateway.host not in ("127.0.0.1", "localhost", "::1") and not (self.gateway.key or self.gateway.key_file):
+        if self.gateway.host not in ("127.0.0.1", "localhost", "::1") and not (
+            self.gateway.key or self.gateway.key_file
+        ):
             raise ValueError(
                 f"gateway.host: {self.gateway.host!r} can be reached from other machines; set gateway.key or gateway.key_file"
             )
@@ -277,7 +322,9 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if not isinstance(value, str) or not value or value.startswith(("/", "~")):
             continue
         # A hub name or module:function stays as it is; what exists beside the run file, or says ./, is a file.
-        is_file = (section, key) in _FILES or value.startswith(".") or value.endswith(".jsonl") or (folder / value).exists()
+        is_file = (
+            (section, key) in _FILES or value.startswith(".") or value.endswith(".jsonl") or (folder / value).exists()
+        )
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
