@@ -84,7 +84,7 @@ class TaskOrder:
     position, so that a resumed run goes on with the task that is next.
     """
 
-    def __init__(self, count: int, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, count: int, *, seed: int | str, shuffle: bool) -> None:
         self._count = count
         self._seed = seed
         self._shuffle = shuffle

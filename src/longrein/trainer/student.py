@@ -1,0 +1,72 @@
+"""The policy that is trained, the learner that updates it and the engine that samples from it, as one thing.
+
+A policy version is the number of optimizer updates the weights have seen. An update freezes the engine at a token
+boundary (it may compute with the very weights that change) and it stays frozen until the new version is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from longrein.client import Client
+from longrein.records import ModelEndpoint
+
+if TYPE_CHECKING:
+    from longrein.trainer.torch.learner import Learner
+    from longrein.trainer.torch.policy import Policy
+    from longrein.trainer.torch.server import EngineServer
+    from longrein.trajectory.batch import Row
+
+
+class Student:
+    """Policy, learner and engine; `version` counts the updates."""
+
+    def __init__(
+        self, policy: Policy, learner: Learner, engine: EngineServer, client: Client, name: str, version: int = 0
+    ) -> None:
+        self.policy = policy
+        self.learner = learner
+        self.version = version
+        self._engine = engine
+        self._client = client
+        self._name = name
+        self._url = ""
+        self._held = False
+
+    async def start(self) -> None:
+        """Serve the policy and register it at the gateway."""
+        self._url = await self._engine.start()
+        await self.publish()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+    async def update(self, rows: Sequence[Row]) -> dict[str, float]:
+        """One optimizer update of the policy loss over `rows`; the engine is frozen until `publish`."""
+        await self._hold()
+        metrics = await asyncio.to_thread(self.learner.update, rows)
+        self.version += 1
+        return metrics
+
+    async def imitate(self, rows: Sequence[Row], learning_rate: float) -> dict[str, float]:
+        """One supervised update over `rows`; the engine is frozen until `publish`."""
+        await self._hold()
+        metrics = await asyncio.to_thread(self.learner.supervised, rows, learning_rate)
+        self.version += 1
+        return metrics
+
+    async def publish(self) -> None:
+        """Give the engine the newest weights, tell the gateway their version, and let sampling go on."""
+        await self._hold()
+        await self._engine.refresh(self.version)
+        endpoint = ModelEndpoint(model=self._name, endpoint=self._url, version=self.version, protocol="tokens")
+        await self._client.put_models([endpoint])
+        self._engine.release()
+        self._held = False
+
+    async def _hold(self) -> None:
+        if not self._held:
+            await self._engine.hold()
+            self._held = True
