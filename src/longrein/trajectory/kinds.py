@@ -1,0 +1,63 @@
+"""Which of a rollout's calls are trained, and the reason why each other one is not."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from longrein.records import Call
+
+#: Why sampled tokens are not in the loss, in the order in which reasons are looked for.
+Reason = Literal[
+    "evaluation",
+    "warm-up",
+    "teacher",
+    "failed rollout",
+    "earlier attempt",
+    "no reward",
+    "group dropped",
+    "call error",
+    "abandoned",
+    "side call",
+    "no log-probabilities",
+    "below the pass reward",
+]
+
+#: What each reason means, for reports.
+MEANING: dict[str, str] = {
+    "evaluation": "sampled in an evaluation, never trained on",
+    "warm-up": "sampled while the warm-up checked its progress",
+    "teacher": "the teacher's, learned from supervised",
+    "failed rollout": "the infrastructure failed; such a rollout has no reward",
+    "earlier attempt": "an attempt that failed and was tried again",
+    "no reward": "the rollout was never graded",
+    "group dropped": "another rollout of the group was missing",
+    "call error": "the call ended with an error, so no harness was given its answer",
+    "abandoned": "the client went away before the answer was whole",
+    "side call": "a call of a kind that is not trained",
+    "no log-probabilities": "the engine did not say how probable its tokens were",
+    "below the pass reward": "a demonstration that did not reach warmup.pass_reward",
+}
+
+
+def untrained(call: Call) -> Reason | None:
+    """Why a call's sampled tokens cannot be trained with a policy gradient; None when they can."""
+    reason = unsupervised(call)
+    if reason is not None:
+        return reason
+    if call.logprobs is None:
+        return "no log-probabilities"
+    if len(call.logprobs) != len(call.sampled) or not all(map(math.isfinite, call.logprobs)):
+        return "no log-probabilities"
+    return None
+
+
+def unsupervised(call: Call) -> Reason | None:
+    """Why a call's sampled tokens cannot be learned from as a demonstration; None when they can."""
+    if call.status == "error":
+        return "call error"
+    if call.status == "abandoned":
+        return "abandoned"
+    if call.kind != "main":
+        return "side call"
+    return None
