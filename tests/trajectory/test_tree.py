@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from recorded_calls import make_call, random_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_calls import make_call, random_calls
 
 from longrein.trajectory.tree import TreeError, build_tree, common_prefix
 
