@@ -27,6 +27,7 @@ from longrein.records import (
     Rollout,
     RolloutConfig,
     RolloutState,
+    StatusChange,
 )
 from longrein.tasks import TaskOrder
 from longrein.trajectory.batch import FinishedRollout
@@ -106,6 +107,18 @@ class Collector:
             if rollout.status.state in TERMINAL:  # one of the same id had finished before
                 self._spawn(self._fetch(rollout.rollout_id))
         return futures
+
+    async def withdraw(self, futures: Sequence[asyncio.Future[Done]]) -> None:
+        """Let go of rollouts: those that still wait in the queue are taken out of it, others are not waited for."""
+        ids = [rollout_id for rollout_id, future in self._open.items() if future in futures]
+        for future in futures:
+            future.cancel()
+        for rollout_id in ids:
+            self._open.pop(rollout_id, None)
+            detail = await self._client.rollout(rollout_id)
+            if detail.rollout.status.state is RolloutState.queuing:
+                change = StatusChange(state=RolloutState.failed, error_message="not needed any more")
+                await self._client.change_rollout(rollout_id, change)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._guard(work))
@@ -313,5 +326,3 @@ def tail(file: Path, lines: int, most_bytes: int = 8192) -> str:
     except OSError:
         return ""
     return "\n".join(text.strip().splitlines()[-lines:])
-
-

@@ -18,7 +18,9 @@ from longrein.trainer.evaluate import Evaluation
 
 
 class Display(Protocol):
-    """Told of everything that happens; shows what it likes."""
+    """Told of everything that happens; shows what it likes. `live`: wants to know how many rollouts run."""
+
+    live: bool
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -72,6 +74,8 @@ def step_line(values: Mapping[str, float]) -> str:
 
 class Silent:
     """Shows nothing but warnings, on standard error."""
+
+    live = False
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -139,6 +143,8 @@ class _Phase:
 
 class LiveDisplay(Silent):
     """A panel that is redrawn in place: step, phase, rollouts, reward so far, times, evaluations."""
+
+    live = True
 
     def __init__(self, console: Console, name: str, steps: int) -> None:
         self._console = console

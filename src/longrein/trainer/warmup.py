@@ -81,7 +81,7 @@ async def warm_up(
                 values = await student.imitate(batch.rows, options.learning_rate)
             tracker.warmup(step + 1, {**values, "demonstrations": len(passed)})
     finally:
-        demonstrations.abandon()
+        await demonstrations.abandon()
     report = WarmupReport(
         steps=step,
         demonstrations=demonstrations.passed,
@@ -159,7 +159,6 @@ class Demonstrations:
         why = commonest(failed, self._config.run.path) if failed else f"Rewards: {[d.finished.reward for d in tried]}"
         raise RunFailed(f"none of {len(tried)} rollouts of the teacher reached warmup.pass_reward = {bar}. {why}")
 
-    def abandon(self) -> None:
-        """Let go of the batch that is queued ahead; what of it runs on is not waited for."""
-        for future in self._ahead:
-            future.cancel()
+    async def abandon(self) -> None:
+        """Let go of the batch that is queued ahead."""
+        await self._collector.withdraw(self._ahead)

@@ -1,0 +1,318 @@
+"""The training loop, top to bottom: collect groups of rollouts, learn from them, publish the new policy, again.
+
+Before it: one attempt alone, evaluations and the warm-up. After it: evaluation and the last checkpoint. Everything the
+loop knows of agents, graders and calls comes from the gateway over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longrein.client import Client
+from longrein.config import Config, ConfigError
+from longrein.learning.advantage import rollout_advantages
+from longrein.records import Json, RolloutState, StatusChange
+from longrein.tasks import TaskOrder, load_tasks
+from longrein.trainer import checkpoint
+from longrein.trainer.collect import Collector, Done, Group, Groups
+from longrein.trainer.evaluate import evaluate, load_all
+from longrein.trainer.preflight import preflight
+from longrein.trainer.student import Student
+from longrein.trainer.tracking import Tracker, read_metrics
+from longrein.trainer.warmup import warm_up
+from longrein.trainer.watch import LENGTH_SHARE, Watch, group_metrics, length_share
+from longrein.trajectory.batch import FinishedRollout, Ledger, make_batch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+REFRESH_SECONDS = 1.0  # between two looks at how many rollouts run, for the display
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tasks of a run."""
+
+    train: list[Json]
+    held_out: list[Json]
+    dev: list[Json]
+
+
+def load_data(config: Config) -> Data:
+    """Read all tasks that a run needs. Raises `ConfigError` for what is missing or broken."""
+
+    def read(name: str, needed: bool) -> list[Json]:
+        source = getattr(config.task, name)
+        if not source and not needed:
+            return []
+        return load_tasks(source, folder=config.run.folder, seed=config.run.seed, option=f"task.{name}")
+
+    evaluates = config.eval.untuned or config.eval.before or config.eval.after or config.eval.every > 0
+    held_out = read("held_out", needed=evaluates)
+    return Data(
+        train=read("train", needed=True),
+        held_out=held_out[: config.eval.tasks] if config.eval.tasks else held_out,
+        dev=read("dev", needed=config.warmup.steps > 0),
+    )
+
+
+def make_student(config: Config, client: Client, resume: Path | None) -> Student:
+    """Load the policy (from a checkpoint when resuming), its learner and its engine. Takes seconds; blocks."""
+    import torch
+
+    from longrein.trainer.torch.learner import Learner
+    from longrein.trainer.torch.policy import load_policy
+    from longrein.trainer.torch.server import EngineServer
+
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    torch.manual_seed(config.run.seed)
+    options = config.model
+    if resume is not None and not options.lora.rank:
+        options = options.model_copy(update={"path": str(resume)})
+    policy = load_policy(options, config.run.seed)
+    learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast)
+    engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype)
+    student = Student(policy, learner, engine, client, config.model.name)
+    if resume is not None:
+        checkpoint.restore(resume, student)
+        student.version = checkpoint.read_state(resume).version
+    return student
+
+
+async def train(
+    config: Config, data: Data, student: Student, client: Client, tracker: Tracker, resume: Path | None
+) -> None:
+    """A whole run, from its first attempt to its last evaluation. Raises `RunFailed` when it cannot go on."""
+    starts = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
+    prefix = f"again{starts}-" if starts else ""
+    state = checkpoint.read_state(resume) if resume else checkpoint.TrainerState(0, 0, {}, 0.0)
+    order = TaskOrder(len(data.train), seed=config.run.seed, shuffle=config.task.shuffle)
+    if state.order:
+        order.load_state_dict(state.order)
+    tracker.begin(state.step)
+
+    await student.start()
+    try:
+        async with _collecting(client, tracker) as collector:
+            run = _Run(config, data, student, collector, tracker, order, prefix, state.seconds)
+            if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
+                with tracker.phase("preflight", "one attempt alone"):
+                    await preflight(collector, data.train[0], config.run.path, prefix)
+            if resume is None:
+                if config.eval.untuned:
+                    await run.evaluate("untuned", 0)
+                if config.warmup.steps:
+                    await warm_up(config, student, collector, tracker, data.train, data.dev, prefix)
+                if config.trainer.checkpoint_every:
+                    await run.save(0)
+            if config.eval.before and state.step == 0:
+                await run.evaluate("before", 0)
+            step = await run.steps(state.step)
+            if config.eval.after:
+                await run.evaluate("after", step)
+            await run.save(step)
+    finally:
+        await student.stop()
+
+
+class _Run:
+    """What every part of a run needs."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        student: Student,
+        collector: Collector,
+        tracker: Tracker,
+        order: TaskOrder,
+        prefix: str,
+        seconds: float,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._student = student
+        self._collector = collector
+        self._tracker = tracker
+        self._order = order
+        self._prefix = prefix
+        self._seconds = seconds
+        self._saved = -1
+
+    async def steps(self, done: int) -> int:
+        """Learn until `trainer.steps` or `trainer.max_seconds`; the number of the last step is returned."""
+        config, tracker = self._config, self._tracker
+        groups = Groups(
+            self._collector,
+            self._data.train,
+            self._order,
+            size=config.algorithm.group_size,
+            max_failed=config.trainer.max_failed_groups,
+            run_folder=config.run.path,
+            prefix=self._prefix,
+        )
+        watch = Watch()
+        for step in range(done + 1, config.trainer.steps + 1):
+            if 0 < config.trainer.max_seconds <= self._seconds:
+                tracker.note(f"trainer.max_seconds = {config.trainer.max_seconds:g} reached after {step - 1} steps")
+                return step - 1
+            began = time.monotonic()
+            values = await self._step(step, groups)
+            self._seconds += time.monotonic() - began
+            tracker.step(step, values)
+            for warning in watch.check(step, values):
+                tracker.warn(warning)
+            if config.trainer.checkpoint_every and step % config.trainer.checkpoint_every == 0:
+                await self.save(step)
+            if config.eval.every and step % config.eval.every == 0 and step < config.trainer.steps:
+                await self.evaluate(f"step-{step}", step)
+        return config.trainer.steps
+
+    async def _step(self, step: int, groups: Groups) -> dict[str, float]:
+        options, tracker, student = self._config.algorithm, self._tracker, self._student
+        times = [time.monotonic()]
+        with tracker.phase("collect", ""):
+            whole = await groups.collect(options.groups_per_step, step)
+        times.append(time.monotonic())
+        with tracker.phase("learn", ""):
+            updates, ledger = await self._learn(whole, step)
+        times.append(time.monotonic())
+        with tracker.phase("publish", ""):
+            if updates:
+                await student.publish()
+        times.append(time.monotonic())
+        collected, learned, published = (later - sooner for sooner, later in zip(times, times[1:], strict=False))
+        return {
+            **group_metrics(whole),
+            **_mean_of(updates),
+            **ledger.metrics(),
+            "updates": len(updates),
+            "version": student.version,
+            "groups/dropped": groups.dropped,
+            "tokens/per_second": ledger.sampled / max(collected, 1e-9),
+            "time/collect": collected,
+            "time/learn": learned,
+            "time/publish": published,
+        }
+
+    async def _learn(self, groups: Sequence[Group], step: int) -> tuple[list[dict[str, float]], Ledger]:
+        """The updates of one step. Advantages come from whole groups, before anything is divided or dropped."""
+        options = self._config.algorithm
+        advantages: dict[str, float] = {}
+        for group in groups:
+            ids = [done.finished.rollout_id for done in group.done]
+            advantages |= dict(zip(ids, rollout_advantages(group.rewards, options.advantage), strict=True))
+        rollouts = [done.finished for group in groups for done in group.done]
+        updates, ledger = [], Ledger()
+        for part in divide(rollouts, options.updates_per_batch, f"{self._config.run.seed}/{step}"):
+            batch = make_batch(part, advantages)
+            ledger += batch.ledger
+            # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
+            if any(row.advantages.any() for row in batch.rows):
+                updates.append(await self._student.update(batch.rows))
+        return updates, ledger
+
+    async def evaluate(self, name: str, step: int) -> None:
+        """Evaluate on the held-out tasks, unless this evaluation was already made (by the run that is resumed)."""
+        config, tracker = self._config, self._tracker
+        if self._prefix and any(e.name == name and e.step == step for e in load_all(config.run.path)):
+            return
+        with tracker.phase("evaluate", name):
+            found, done = await evaluate(
+                self._collector,
+                self._data.held_out,
+                name=name,
+                step=step,
+                version=self._student.version,
+                seed=config.run.seed,
+                run_folder=config.run.path,
+                rollouts_per_task=config.eval.rollouts_per_task,
+                prefix=self._prefix,
+            )
+        tracker.evaluation(found)
+        share = length_share([call for one in done for call in one.finished.calls])
+        if share > LENGTH_SHARE:
+            tracker.warn(f"{100 * share:.0f} % of the evaluation's calls hit the length limit")
+
+    async def save(self, step: int) -> None:
+        """Write the checkpoint of `step`, once."""
+        if step == self._saved:
+            return
+        state = checkpoint.TrainerState(step, self._student.version, self._order.state_dict(), self._seconds)
+        with self._tracker.phase("checkpoint", ""):
+            folder = await asyncio.to_thread(checkpoint.save, self._config.run.path, self._student, state)
+        self._tracker.note(f"checkpoint: {folder}")
+        self._saved = step
+
+
+def divide(rollouts: Sequence[FinishedRollout], parts: int, seed: str) -> list[list[FinishedRollout]]:
+    """Divide rollouts over `parts` updates, as evenly as they go, at random from the seed; a rollout is never split."""
+    if parts == 1:
+        return [list(rollouts)]
+    shuffled = list(rollouts)
+    random.Random(seed).shuffle(shuffled)
+    return [part for part in (shuffled[number::parts] for number in range(parts)) if part]
+
+
+def _mean_of(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = {name for update in updates for name in update}
+    return {
+        name: sum(u[name] for u in updates if name in u) / sum(name in u for u in updates) for name in sorted(names)
+    }
+
+
+@asynccontextmanager
+async def _collecting(client: Client, tracker: Tracker) -> AsyncIterator[Collector]:
+    """A collector whose finished rollouts and counts the display shows."""
+
+    finished = 0
+
+    def seen(done: Done) -> None:
+        nonlocal finished
+        finished += 1
+        tokens = sum(len(call.sampled) for call in done.finished.calls)
+        tracker.display.finished(done.finished.reward, tokens)
+
+    async with Collector(client, seen) as collector:
+
+        async def look() -> None:
+            while True:
+                running = len(await client.rollouts([RolloutState.running], limit=1000)) if collector.open else 0
+                tracker.display.rollouts(max(0, collector.open - running), running, finished)
+                await asyncio.sleep(REFRESH_SECONDS)
+
+        looking = asyncio.create_task(look()) if tracker.display.live else None
+        try:
+            yield collector
+        finally:
+            if looking is not None:
+                looking.cancel()
+
+
+async def fail_leftovers(client: Client) -> int:
+    """Fail the rollouts that an ended trainer left queued or running, so that nobody runs them; how many there were."""
+    left = await client.rollouts([RolloutState.queuing, RolloutState.running], limit=100_000)
+    change = StatusChange(state=RolloutState.failed, error_message="the run was started again")
+    for rollout in left:
+        await client.change_rollout(rollout.rollout_id, change)
+    return len(left)
+
+
+def refuse_untrainable(config: Config) -> None:
+    """Raise `ConfigError` for a configuration that cannot train."""
+    if config.engine.kind != "embedded":
+        raise ConfigError(
+            f"engine.kind: {config.engine.kind!r} gives no tokens that this learner could train; train needs 'embedded'"
+        )
+    if not config.model.path:
+        raise ConfigError("model.path: train needs a model folder or hub name")
+    if not (config.agent.command or config.agent.agent_class) and config.agent.controller == "start":
+        raise ConfigError("agent.command: train needs an agent: give agent.command or agent.agent_class")

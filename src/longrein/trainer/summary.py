@@ -1,0 +1,159 @@
+"""What a run came to: evaluations with intervals, the paired rise, time by phase, the reward's curve.
+
+Read from the files of a run's folder alone, so that it can be had of a run that is going on, was ended or is finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from longrein.trainer.evaluate import Evaluation, Interval, load_all, paired_rise
+from longrein.trainer.progress import percent
+from longrein.trainer.tracking import read_metrics
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run as its files tell it."""
+
+    name: str
+    evaluations: list[Evaluation]
+    rise: Interval | None
+    """Paired difference from the evaluation before the first step to the last one; None without both."""
+    steps: list[int]
+    rewards: list[float]
+    """Mean reward of each step's rollouts."""
+    phases: dict[str, float]
+    """Seconds by phase."""
+    warnings: list[str] = field(default_factory=list)
+
+    def evaluation(self, name: str) -> Evaluation | None:
+        return next((e for e in self.evaluations if e.name == name), None)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+def summarise(run_folder: Path, seed: int = 0) -> Summary:
+    """Read a run's evaluations and metrics. A step that was done again after a resumption counts as done last."""
+    evaluations = load_all(run_folder)
+    curve: dict[int, float] = {}
+    phases: dict[str, float] = {}
+    warnings: dict[str, None] = {}
+    for line in read_metrics(run_folder):
+        if line["kind"] == "step" and line.get("reward/mean") is not None:
+            curve[int(line["step"])] = float(line["reward/mean"])
+        elif line["kind"] == "phase":
+            phases[line["phase"]] = phases.get(line["phase"], 0.0) + float(line["seconds"])
+        elif line["kind"] == "warning":
+            warnings[line["text"]] = None
+    before = next((e for e in evaluations if e.name == "before"), None)
+    last = max(evaluations, key=lambda e: (e.step, e.started_at), default=None)
+    rise = paired_rise(before, last, seed) if before and last and last.step > before.step else None
+    steps = sorted(curve)
+    return Summary(run_folder.name, evaluations, rise, steps, [curve[s] for s in steps], phases, list(warnings))
+
+
+Rows = tuple[str, list[str], list[list[str]]]
+"""A table: its title, its column names and its rows."""
+
+
+def summary_tables(summary: Summary) -> list[Rows]:
+    """The tables of a summary, ready for `rich_table` or `markdown_table`."""
+    evaluations = [
+        [e.name, str(e.step), percent(e.mean), _span(e.interval), str(len(e.rewards)), f"{e.seconds:.0f} s"]
+        for e in summary.evaluations
+    ]
+    if summary.rise is not None:
+        rise = summary.rise
+        evaluations.append(["rise (paired)", "", points(rise.mean), _points_span(rise), "", ""])
+    times = [
+        [name, f"{seconds:.1f} s", f"{100 * seconds / summary.seconds:.0f} %"]
+        for name, seconds in sorted(summary.phases.items(), key=lambda pair: -pair[1])
+    ]
+    times.append(["total", f"{summary.seconds:.1f} s", "100 %"])
+    return [
+        ("Reward on held-out tasks", ["evaluation", "step", "reward", "95 % interval", "tasks", "time"], evaluations),
+        ("Time by phase", ["phase", "time", "share"], times),
+    ]
+
+
+def comparison_table(summaries: list[Summary], seed: int = 0) -> Rows:
+    """One row per run and the mean over runs with a 95 % interval (Student's t over runs) of before, after and rise."""
+    rows = []
+    columns: list[list[float]] = [[], [], []]
+    for summary in summaries:
+        before, after = summary.evaluation("before"), summary.evaluation("after")
+        untuned = summary.evaluation("untuned")
+        row = [summary.name, _shown(untuned), _shown(before), _shown(after)]
+        rise = summary.rise
+        row.append(f"{points(rise.mean)} {_points_span(rise)}" if rise else "")
+        rows.append([*row, f"{summary.seconds:.0f} s"])
+        if before and after and rise:
+            for column, value in zip(columns, (before.mean, after.mean, rise.mean), strict=True):
+                column.append(value)
+    if len(columns[0]) > 1:
+        before, after, rise = (mean_over_runs(column) for column in columns)
+        rows.append(
+            [
+                f"mean of {len(columns[0])} runs",
+                "",
+                f"{percent(before.mean)} {_span(before)}",
+                f"{percent(after.mean)} {_span(after)}",
+                f"{points(rise.mean)} {_points_span(rise)}",
+                "",
+            ]
+        )
+    return ("Reward on held-out tasks", ["run", "untuned", "before", "after", "rise (paired)", "time"], rows)
+
+
+# Student's t, 97.5 % quantile by degrees of freedom 1..10; beyond, the normal quantile with the usual correction.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def mean_over_runs(values: list[float]) -> Interval:
+    """Mean of two or more runs with its 95 % interval by Student's t."""
+    freedom = len(values) - 1
+    quantile = _T[freedom - 1] if freedom <= len(_T) else 1.96 * (1 + 1 / (4 * freedom) * (1.96**2 + 1))
+    half = quantile * float(np.std(values, ddof=1)) / float(np.sqrt(len(values)))
+    mean = float(np.mean(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def points(difference: float) -> str:
+    """A difference of rewards as points of 100."""
+    return f"{100 * difference:+.1f} points"
+
+
+def _span(interval: Interval) -> str:
+    return f"[{percent(interval.low)}, {percent(interval.high)}]"
+
+
+def _points_span(interval: Interval) -> str:
+    return f"[{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+
+
+def _shown(evaluation: Evaluation | None) -> str:
+    return f"{percent(evaluation.mean)} {_span(evaluation.interval)}" if evaluation else ""
+
+
+def rich_table(rows: Rows) -> Table:
+    title, columns, lines = rows
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def markdown_table(rows: Rows) -> str:
+    title, columns, lines = rows
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([f"## {title}", "", *head, *body, ""])
