@@ -104,7 +104,7 @@ def test_tools_come_from_the_nearest_call_that_names_them() -> None:
 )
 def test_a_broken_record_is_an_error_that_names_the_call(broken: Call) -> None:
     calls = {0: call(0, prompt_delta=[1, 2], prompt_length=2, sampled=[3]), 1: broken}
-    with pytest.raises(ValueError, match="call [01]"):
+    with pytest.raises(ValueError, match=r"call [01]"):
         prompt_ids(calls, broken)
 
 

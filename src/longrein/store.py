@@ -1,0 +1,483 @@
+"""The durable record of a run: rollouts, attempts, calls, events and models.
+
+SQLite by default, another database by URL. One process writes (the gateway). Its writes go to one writer thread,
+which takes all that are waiting into one transaction (group commit); each runs behind a savepoint, so that one that
+fails fails alone. A write's future resolves after COMMIT: what was acknowledged survives kill -9 of the process, and
+with `fsync` a power loss too.
+
+Reads are plain functions: they see what was committed, from any thread or process, and never block the writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine, Row
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from longrein import schema
+from longrein.config import Config
+from longrein.database import close_writing, open_reading, open_writing, shown, words
+from longrein.records import (
+    TERMINAL,
+    TRANSITIONS,
+    Attempt,
+    Call,
+    EndAttempt,
+    Event,
+    ModelEndpoint,
+    Rollout,
+    RolloutState,
+    StatusChange,
+    TerminalItem,
+    TerminalPage,
+    now,
+)
+from longrein.schema import StoreError
+
+__all__ = ["Conflict", "NotFound", "Store", "StoreError", "store_url"]
+
+T = TypeVar("T")
+
+
+class NotFound(Exception):
+    """No such rollout or attempt."""
+
+
+class Conflict(Exception):
+    """The record's present state does not allow this change."""
+
+
+def store_url(config: Config) -> str:
+    """Where a run's record is: `store.url`, or a SQLite file in the run's folder."""
+    return config.store.url or f"sqlite:///{config.run.path / 'store.sqlite'}"
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------
+
+#: Writes that one transaction takes at most, so that the first of a flood is not kept waiting for the last.
+_LARGEST_GROUP = 512
+
+
+class _Write:
+    """One operation on its way to the writer thread, and the future its result goes to."""
+
+    __slots__ = ("error", "future", "loop", "operation", "result")
+
+    def __init__(self, operation: Callable[[Connection], Any]) -> None:
+        self.operation = operation
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+class Store:
+    """See the module. Opened by `Store.open`, closed by `close`."""
+
+    def __init__(self, engine: Engine, reader: Engine, name: str, *, read_only: bool) -> None:
+        self.engine = engine
+        self._reader = reader
+        self._name = name
+        self._read_only = read_only
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if not read_only:
+            self._writer = threading.Thread(target=self._write_groups, name="longrein-store", daemon=True)
+            self._writer.start()
+
+    @classmethod
+    def open(cls, url: str, *, fsync: bool = False, read_only: bool = False) -> Store:
+        """Open the record at a SQLAlchemy URL; create it, or bring its schema up to date, unless `read_only`.
+
+        A read-only store creates no file and takes no lock that the writer waits for. Raises StoreError.
+        """
+        name = shown(url)
+        try:
+            if read_only:
+                engine = reader = open_reading(url)
+            else:
+                engine, reader = open_writing(url, fsync)
+            try:
+                with engine.begin() as connection:
+                    schema.check_schema(connection, name, read_only=read_only)
+            except BaseException:
+                engine.dispose()
+                reader.dispose()
+                raise
+        except (SQLAlchemyError, ImportError, OSError) as error:
+            raise StoreError(f"{name}: the record cannot be opened: {words(error)}") from error
+        return cls(engine, reader, name, read_only=read_only)
+
+    def close(self) -> None:
+        """Finish the writes that are waiting, then let go of the database."""
+        if self._writer is not None:
+            self._queue.put(None)
+            self._writer.join()
+            self._writer = None
+        self._reader.dispose()
+        if not self._read_only:
+            close_writing(self.engine)
+        self.engine.dispose()
+        self._read_only = True
+
+    async def _write(self, operation: Callable[[Connection], T]) -> T:
+        if self._writer is None:
+            raise StoreError(f"{self._name}: the record is open for reading only, or closed")
+        write = _Write(operation)
+        self._queue.put(write)
+        return await write.future
+
+    def _write_groups(self) -> None:
+        last = False
+        while not last:
+            group: list[_Write] = []
+            item = self._queue.get()
+            while item is not None:
+                group.append(item)
+                if len(group) == _LARGEST_GROUP:
+                    break
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            last = item is None
+            if group:
+                self._write_group(group)
+
+    def _write_group(self, group: Sequence[_Write]) -> None:
+        try:
+            with self.engine.begin() as connection:
+                for write in group:
+                    try:
+                        with connection.begin_nested():
+                            write.result = write.operation(connection)
+                    except SQLAlchemyError as error:
+                        write.error = StoreError(f"{self._name}: the record cannot be written: {words(error)}")
+                    except Exception as error:
+                        write.error = error
+        except Exception as error:
+            for write in group:
+                write.error = StoreError(f"{self._name}: the record cannot be written: {words(error)}")
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Write]] = {}
+        for write in group:
+            by_loop.setdefault(write.loop, []).append(write)
+        for loop, writes in by_loop.items():
+            with suppress(RuntimeError):  # the loop that asked is closed: nobody waits any more
+                loop.call_soon_threadsafe(_resolve, writes)
+
+    async def add_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Add rollouts in this order. One whose id is known is left as it is and returned as it stands."""
+
+        def operation(connection: Connection) -> list[Rollout]:
+            return [self._add_rollout(connection, rollout) for rollout in rollouts]
+
+        return await self._write(operation)
+
+    def _add_rollout(self, connection: Connection, rollout: Rollout) -> Rollout:
+        known = _find_rollout(connection, rollout.rollout_id)
+        if known is None:
+            connection.execute(sa.insert(schema.rollouts).values(schema.rollout_row(rollout)))
+            if rollout.status.state in TERMINAL:
+                connection.execute(sa.insert(schema.terminal).values(rollout_id=rollout.rollout_id))
+        return known or rollout
+
+    async def change_rollout(self, rollout_id: str, change: StatusChange) -> Rollout:
+        """Change what `change` names. Raises NotFound, or Conflict for a transition that does not exist."""
+
+        def operation(connection: Connection) -> Rollout:
+            return _change_rollout(connection, rollout_id, change)
+
+        return await self._write(operation)
+
+    async def delete_rollout(self, rollout_id: str) -> None:
+        """Remove a rollout and all that belongs to it; nothing when it is unknown."""
+
+        def operation(connection: Connection) -> None:
+            for table in (schema.events, schema.calls, schema.attempts, schema.terminal, schema.rollouts):
+                connection.execute(sa.delete(table).where(table.c.rollout_id == rollout_id))
+
+        await self._write(operation)
+
+    async def start_attempt(self, rollout_id: str, token_hash: bytes) -> tuple[Rollout, Attempt]:
+        """Start the next attempt; a queuing rollout becomes running.
+
+        Raises NotFound, or Conflict when the rollout has finished or its last attempt still runs.
+        """
+
+        def operation(connection: Connection) -> tuple[Rollout, Attempt]:
+            rollout = _require_rollout(connection, rollout_id)
+            if rollout.status.state in TERMINAL:
+                raise Conflict(f"rollout {rollout_id} has {rollout.status.state.value}; it takes no further attempt")
+            attempts = _find_attempts(connection, rollout_id)
+            for row in attempts:
+                if row.ended_at is None and row.token_hash is not None:
+                    raise Conflict(f"attempt {row.attempt_id} of rollout {rollout_id} still runs; end it first")
+            taken = {row.attempt_id for row in attempts}
+            number = len(attempts)
+            while str(number) in taken:
+                number += 1
+            attempt = _insert_attempt(connection, rollout_id, str(number), token_hash)
+            change = StatusChange(last_attempt_id=attempt.attempt_id)
+            if rollout.status.state is RolloutState.queuing:
+                change.state = RolloutState.running
+            return _change_rollout(connection, rollout_id, change), attempt
+
+        return await self._write(operation)
+
+    async def ensure_attempt(self, rollout_id: str, attempt_id: str) -> Attempt:
+        """The attempt, made without a token when it is not there: Agent Lightning's agents only name theirs."""
+
+        def operation(connection: Connection) -> Attempt:
+            return _ensure_attempt(connection, rollout_id, attempt_id)
+
+        return await self._write(operation)
+
+    async def end_attempt(self, rollout_id: str, attempt_id: str, end: EndAttempt) -> Attempt:
+        """End an attempt; its rollout's state stays. Raises NotFound, or Conflict when it has ended before."""
+
+        def operation(connection: Connection) -> Attempt:
+            row = _find_attempt(connection, rollout_id, attempt_id)
+            if row is None:
+                raise NotFound(f"no attempt {attempt_id} of rollout {rollout_id}")
+            if row.ended_at is not None:
+                raise Conflict(f"attempt {attempt_id} of rollout {rollout_id} has ended before, as {row.outcome}")
+            connection.execute(
+                sa.update(schema.attempts)
+                .where(schema.attempts.c.position == row.position)
+                .values(
+                    ended_at=now(),
+                    outcome=end.outcome.value,
+                    exit_code=end.exit_code,
+                    reason=end.reason,
+                    usage=None if end.usage is None else schema.to_text(end.usage),
+                )
+            )
+            ended = _find_attempt(connection, rollout_id, attempt_id)
+            assert ended is not None
+            return schema.attempt_of(ended)
+
+        return await self._write(operation)
+
+    async def add_call(self, call: Call) -> None:
+        """Record a call; its attempt is made when it is not there. NotFound: no such rollout; Conflict: number taken."""
+        row = schema.call_row(call)
+
+        def operation(connection: Connection) -> None:
+            _ensure_attempt(connection, call.rollout_id, call.attempt_id)
+            try:
+                connection.execute(sa.insert(schema.calls).values(row))
+            except IntegrityError as error:
+                raise Conflict(
+                    f"call {call.number} of attempt {call.attempt_id} of rollout {call.rollout_id} is recorded already"
+                ) from error
+
+        await self._write(operation)
+
+    async def add_event(self, event: Event) -> None:
+        """Record an event; its attempt is made when it is not there. Raises NotFound for an unknown rollout."""
+        row = {name: getattr(event, name) for name in Event.__struct_fields__} | {"data": schema.to_text(event.data)}
+
+        def operation(connection: Connection) -> None:
+            _ensure_attempt(connection, event.rollout_id, event.attempt_id)
+            connection.execute(sa.insert(schema.events).values(row))
+
+        await self._write(operation)
+
+    async def put_models(self, models: list[ModelEndpoint]) -> list[ModelEndpoint]:
+        """Add endpoints; one known by model and endpoint takes the new version and protocol. Returns `models`."""
+
+        def operation(connection: Connection) -> list[ModelEndpoint]:
+            for model in models:
+                same = (schema.models.c.model == model.model) & (schema.models.c.endpoint == model.endpoint)
+                values = {"version": model.version, "protocol": model.protocol}
+                if not connection.execute(sa.update(schema.models).where(same).values(values)).rowcount:
+                    names = {"model": model.model, "endpoint": model.endpoint}
+                    connection.execute(sa.insert(schema.models).values(values | names))
+            return models
+
+        return await self._write(operation)
+
+    async def clear_models(self) -> None:
+        """Forget all endpoints."""
+
+        def operation(connection: Connection) -> None:
+            connection.execute(sa.delete(schema.models))
+
+        await self._write(operation)
+
+    # --- Reading
+
+    def _all(self, query: sa.Executable) -> Sequence[Row[Any]]:
+        with self._reader.connect() as connection:
+            return connection.execute(query).all()
+
+    def rollouts(self, states: Sequence[RolloutState] | None = None, limit: int = 500) -> list[Rollout]:
+        """Rollouts in one of `states` (None: all), oldest first, at most `limit`."""
+        query = sa.select(schema.rollouts).order_by(schema.rollouts.c.position).limit(limit)
+        if states is not None:
+            query = query.where(schema.rollouts.c.state.in_([state.value for state in states]))
+        return [schema.rollout_of(row) for row in self._all(query)]
+
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        with self._reader.connect() as connection:
+            return _find_rollout(connection, rollout_id)
+
+    def attempts(self, rollout_id: str) -> list[Attempt]:
+        """A rollout's attempts, oldest first."""
+        with self._reader.connect() as connection:
+            return [schema.attempt_of(row) for row in _find_attempts(connection, rollout_id)]
+
+    def attempt(self, rollout_id: str, attempt_id: str) -> Attempt | None:
+        with self._reader.connect() as connection:
+            row = _find_attempt(connection, rollout_id, attempt_id)
+        return None if row is None else schema.attempt_of(row)
+
+    def attempt_of_token(self, token_hash: bytes) -> Attempt | None:
+        """The attempt, ended or not, whose token has this SHA-256."""
+        rows = self._all(sa.select(schema.attempts).where(schema.attempts.c.token_hash == token_hash))
+        return schema.attempt_of(rows[0]) if rows else None
+
+    def attempts_with_records(self, rollout_id: str) -> list[str]:
+        """Ids of the attempts that have calls or events, oldest first."""
+        of_attempt = [
+            sa.exists().where(table.c.rollout_id == rollout_id, table.c.attempt_id == schema.attempts.c.attempt_id)
+            for table in (schema.calls, schema.events)
+        ]
+        query = sa.select(schema.attempts.c.attempt_id).where(
+            schema.attempts.c.rollout_id == rollout_id, sa.or_(*of_attempt)
+        )
+        return [row.attempt_id for row in self._all(query.order_by(schema.attempts.c.position))]
+
+    def calls(self, rollout_id: str, attempt_id: str) -> list[Call]:
+        """An attempt's calls in order of number."""
+        query = sa.select(schema.calls).where(
+            schema.calls.c.rollout_id == rollout_id, schema.calls.c.attempt_id == attempt_id
+        )
+        return [schema.call_of(row) for row in self._all(query.order_by(schema.calls.c.number))]
+
+    def next_call_number(self, rollout_id: str, attempt_id: str) -> int:
+        """One more than the largest number of the attempt's calls; 0 without calls."""
+        query = sa.select(sa.func.max(schema.calls.c.number)).where(
+            schema.calls.c.rollout_id == rollout_id, schema.calls.c.attempt_id == attempt_id
+        )
+        largest = self._all(query)[0][0]
+        return 0 if largest is None else largest + 1
+
+    def events(self, rollout_id: str, attempt_id: str, event_type: str | None = None) -> list[Event]:
+        """An attempt's stored events in the order in which they came."""
+        query = sa.select(schema.events).where(
+            schema.events.c.rollout_id == rollout_id, schema.events.c.attempt_id == attempt_id
+        )
+        if event_type is not None:
+            query = query.where(schema.events.c.event_type == event_type)
+        return [schema.event_of(row) for row in self._all(query.order_by(schema.events.c.position))]
+
+    def terminal(self, after: int, limit: int) -> TerminalPage:
+        """Finished rollouts behind position `after`, in the order in which they finished."""
+        query = (
+            sa.select(schema.terminal.c.position, schema.rollouts)
+            .join(schema.rollouts, schema.rollouts.c.rollout_id == schema.terminal.c.rollout_id)
+            .where(schema.terminal.c.position > after)
+            .order_by(schema.terminal.c.position)
+            .limit(limit)
+        )
+        rows = self._all(query)
+        total = self._all(sa.select(sa.func.count()).select_from(schema.terminal))[0][0]
+        items = [_terminal_item(schema.rollout_of(row)) for row in rows]
+        return TerminalPage(items=items, next_after=rows[-1][0] if rows else after, total_terminal=total)
+
+    def models(self) -> list[ModelEndpoint]:
+        return [schema.model_of(row) for row in self._all(sa.select(schema.models).order_by(schema.models.c.position))]
+
+
+def _resolve(writes: Sequence[_Write]) -> None:
+    for write in writes:
+        if write.future.done():  # cancelled: the write stands, nobody waits for it
+            continue
+        if write.error is not None:
+            write.future.set_exception(write.error)
+        else:
+            write.future.set_result(write.result)
+
+
+def _terminal_item(rollout: Rollout) -> TerminalItem:
+    data_id = rollout.input.get("data_id") or rollout.input.get("instance_id") or ""
+    return TerminalItem(
+        rollout_id=rollout.rollout_id, state=rollout.status.state, data_id=str(data_id), is_train=rollout.is_train
+    )
+
+
+# --- Steps ----------------------------------------------------------------------------------------------------
+
+
+def _find_rollout(connection: Connection, rollout_id: str) -> Rollout | None:
+    row = connection.execute(sa.select(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id)).one_or_none()
+    return None if row is None else schema.rollout_of(row)
+
+
+def _require_rollout(connection: Connection, rollout_id: str) -> Rollout:
+    rollout = _find_rollout(connection, rollout_id)
+    if rollout is None:
+        raise NotFound(f"no rollout {rollout_id}")
+    return rollout
+
+
+def _find_attempts(connection: Connection, rollout_id: str) -> Sequence[Row[Any]]:
+    query = (
+        sa.select(schema.attempts)
+        .where(schema.attempts.c.rollout_id == rollout_id)
+        .order_by(schema.attempts.c.position)
+    )
+    return connection.execute(query).all()
+
+
+def _find_attempt(connection: Connection, rollout_id: str, attempt_id: str) -> Row[Any] | None:
+    query = sa.select(schema.attempts).where(
+        schema.attempts.c.rollout_id == rollout_id, schema.attempts.c.attempt_id == attempt_id
+    )
+    return connection.execute(query).one_or_none()
+
+
+def _insert_attempt(connection: Connection, rollout_id: str, attempt_id: str, token_hash: bytes | None) -> Attempt:
+    attempt = Attempt(rollout_id=rollout_id, attempt_id=attempt_id, started_at=now())
+    connection.execute(
+        sa.insert(schema.attempts).values(
+            rollout_id=rollout_id, attempt_id=attempt_id, token_hash=token_hash, started_at=attempt.started_at
+        )
+    )
+    return attempt
+
+
+def _ensure_attempt(connection: Connection, rollout_id: str, attempt_id: str) -> Attempt:
+    row = _find_attempt(connection, rollout_id, attempt_id)
+    if row is not None:
+        return schema.attempt_of(row)
+    _require_rollout(connection, rollout_id)
+    return _insert_attempt(connection, rollout_id, attempt_id, None)
+
+
+def _change_rollout(connection: Connection, rollout_id: str, change: StatusChange) -> Rollout:
+    rollout = _require_rollout(connection, rollout_id)
+    status = rollout.status
+    values = {name: value for name in change.__struct_fields__ if (value := getattr(change, name)) is not None}
+    if not values:
+        return rollout
+    if change.state is not None and (status.state, change.state) not in TRANSITIONS:
+        raise Conflict(f"rollout {rollout_id}: there is no way from {status.state.value} to {change.state.value}")
+    for name, value in values.items():
+        setattr(status, name, value)
+    status.version += 1
+    status.updated_at = now()
+    row = schema.rollout_row(rollout)
+    changed = {name: row[name] for name in (*values, "version", "updated_at")}
+    connection.execute(sa.update(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id).values(changed))
+    if change.state in TERMINAL:
+        connection.execute(sa.insert(schema.terminal).values(rollout_id=rollout_id))
+    return rollout
