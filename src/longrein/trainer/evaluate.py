@@ -43,26 +43,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     seconds: float
 
     @property
-    async def run_policy(
-    collector: Collector, tasks: Sequence[Json], *, phase: str, step: int, rollouts_per_task: int = 1, prefix: str = ""
-) -> list[Done]:
-    """Run the policy on every task in mode val; the finished rollouts in task order."""
-    rollouts = [
-        NewRollout(
-            input=task,
-            is_train=False,
-            config=RolloutConfig(),
-            metadata={"phase": phase, "step": step, "task": index},
-            rollout_id=f"{prefix}{phase}-t{index:04d}-r{member:02d}",
-            group_id=f"{prefix}{phase}-t{index:04d}",
-        )
-        for index, task in enumerate(tasks)
-        for member in range(rollouts_per_task)
-    ]
-    return list(await asyncio.gather(*await collector.queue(rollouts)))
-
-
-def interval(self) -> Interval:
+    def interval(self) -> Interval:
         return Interval(self.mean, self.low, self.high)
 
 
@@ -88,7 +69,9 @@ async def evaluate(
         if one.finished.reward is not None:
             rewards.setdefault(str(one.rollout.metadata["task"]), []).append(one.finished.reward)
     if not rewards:
-        raise RunFailed(f"evaluation {name!r}: none of its {len(done)} rollouts was graded. {commonest(done, run_folder)}")
+        raise RunFailed(
+            f"evaluation {name!r}: none of its {len(done)} rollouts was graded. {commonest(done, run_folder)}"
+        )
     found = interval(rewards, seed)
     evaluation = Evaluation(
         name=name,
@@ -104,6 +87,25 @@ async def evaluate(
     )
     save(evaluation, run_folder)
     return evaluation, done
+
+
+async def run_policy(
+    collector: Collector, tasks: Sequence[Json], *, phase: str, step: int, rollouts_per_task: int = 1, prefix: str = ""
+) -> list[Done]:
+    """Run the policy on every task in mode val; the finished rollouts in task order."""
+    rollouts = [
+        NewRollout(
+            input=task,
+            is_train=False,
+            config=RolloutConfig(),
+            metadata={"phase": phase, "step": step, "task": index},
+            rollout_id=f"{prefix}{phase}-t{index:04d}-r{member:02d}",
+            group_id=f"{prefix}{phase}-t{index:04d}",
+        )
+        for index, task in enumerate(tasks)
+        for member in range(rollouts_per_task)
+    ]
+    return list(await asyncio.gather(*await collector.queue(rollouts)))
 
 
 def interval(rewards: Mapping[str, Sequence[float]], seed: int) -> Interval:
