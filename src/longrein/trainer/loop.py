@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrein.client import Client
 from longrein.config import Config, ConfigError
-from longrein.learning.advantage import rollout_advantages
+from longrein.learning.advantage import group_advantages
 from longrein.records import Json, RolloutState, StatusChange
 from longrein.tasks import TaskOrder, load_tasks
 from longrein.trainer import checkpoint
@@ -88,7 +89,7 @@ def make_student(config: Config, client: Client, resume: Path | None) -> Student
 
 
 async def train(
-    config: Config, data: Data, student: Student, client: Client, tracker: Tracker, resume: Path | None
+    config: Config, data: Data, *, student: Student, client: Client, tracker: Tracker, resume: Path | None = None
 ) -> None:
     """A whole run, from its first attempt to its last evaluation. Raises `RunFailed` when it cannot go on."""
     starts = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
@@ -102,7 +103,16 @@ async def train(
     await student.start()
     try:
         async with _collecting(client, tracker) as collector:
-            run = _Run(config, data, student, collector, tracker, order, prefix, state.seconds)
+            run = _Run(
+                config=config,
+                data=data,
+                student=student,
+                collector=collector,
+                tracker=tracker,
+                order=order,
+                prefix=prefix,
+                seconds=state.seconds,
+            )
             if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
                 with tracker.phase("preflight", "one attempt alone"):
                     await preflight(collector, data.train[0], config.run.path, prefix)
@@ -110,7 +120,15 @@ async def train(
                 if config.eval.untuned:
                     await run.evaluate("untuned", 0)
                 if config.warmup.steps:
-                    await warm_up(config, student, collector, tracker, data.train, data.dev, prefix)
+                    await warm_up(
+                        config,
+                        student=student,
+                        collector=collector,
+                        tracker=tracker,
+                        tasks=data.train,
+                        dev_tasks=data.dev,
+                        prefix=prefix,
+                    )
                 if config.trainer.checkpoint_every:
                     await run.save(0)
             if config.eval.before and state.step == 0:
@@ -123,50 +141,41 @@ async def train(
         await student.stop()
 
 
+@dataclass(kw_only=True)
 class _Run:
     """What every part of a run needs."""
 
-    def __init__(
-        self,
-        config: Config,
-        data: Data,
-        student: Student,
-        collector: Collector,
-        tracker: Tracker,
-        order: TaskOrder,
-        prefix: str,
-        seconds: float,
-    ) -> None:
-        self._config = config
-        self._data = data
-        self._student = student
-        self._collector = collector
-        self._tracker = tracker
-        self._order = order
-        self._prefix = prefix
-        self._seconds = seconds
-        self._saved = -1
+    config: Config
+    data: Data
+    student: Student
+    collector: Collector
+    tracker: Tracker
+    order: TaskOrder
+    prefix: str
+    seconds: float
+    """Time spent on steps so far."""
+    saved: int = -1
 
     async def steps(self, done: int) -> int:
         """Learn until `trainer.steps` or `trainer.max_seconds`; the number of the last step is returned."""
-        config, tracker = self._config, self._tracker
+        config, tracker = self.config, self.tracker
         groups = Groups(
-            self._collector,
-            self._data.train,
-            self._order,
+            self.collector,
+            self.data.train,
+            self.order,
             size=config.algorithm.group_size,
             max_failed=config.trainer.max_failed_groups,
             run_folder=config.run.path,
-            prefix=self._prefix,
+            prefix=self.prefix,
         )
         watch = Watch()
         for step in range(done + 1, config.trainer.steps + 1):
-            if 0 < config.trainer.max_seconds <= self._seconds:
+            if 0 < config.trainer.max_seconds <= self.seconds:
                 tracker.note(f"trainer.max_seconds = {config.trainer.max_seconds:g} reached after {step - 1} steps")
                 return step - 1
             began = time.monotonic()
             values = await self._step(step, groups)
-            self._seconds += time.monotonic() - began
+            self.seconds += time.monotonic() - began
             tracker.step(step, values)
             for warning in watch.check(step, values):
                 tracker.warn(warning)
@@ -177,7 +186,7 @@ class _Run:
         return config.trainer.steps
 
     async def _step(self, step: int, groups: Groups) -> dict[str, float]:
-        options, tracker, student = self._config.algorithm, self._tracker, self._student
+        options, tracker, student = self.config.algorithm, self.tracker, self.student
         times = [time.monotonic()]
         with tracker.phase("collect", ""):
             whole = await groups.collect(options.groups_per_step, step)
@@ -189,7 +198,7 @@ class _Run:
             if updates:
                 await student.publish()
         times.append(time.monotonic())
-        collected, learned, published = (later - sooner for sooner, later in zip(times, times[1:], strict=False))
+        collected, learned, published = (later - sooner for sooner, later in pairwise(times))
         return {
             **group_metrics(whole),
             **_mean_of(updates),
@@ -205,37 +214,38 @@ class _Run:
 
     async def _learn(self, groups: Sequence[Group], step: int) -> tuple[list[dict[str, float]], Ledger]:
         """The updates of one step. Advantages come from whole groups, before anything is divided or dropped."""
-        options = self._config.algorithm
-        advantages: dict[str, float] = {}
-        for group in groups:
-            ids = [done.finished.rollout_id for done in group.done]
-            advantages |= dict(zip(ids, rollout_advantages(group.rewards, options.advantage), strict=True))
+        options = self.config.algorithm
         rollouts = [done.finished for group in groups for done in group.done]
+        advantages = group_advantages(
+            {r.rollout_id: r.reward for r in rollouts if r.reward is not None},
+            {r.rollout_id: r.group_id for r in rollouts},
+            options.advantage,
+        ).values
         updates, ledger = [], Ledger()
-        for part in divide(rollouts, options.updates_per_batch, f"{self._config.run.seed}/{step}"):
+        for part in divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}"):
             batch = make_batch(part, advantages)
             ledger += batch.ledger
             # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
             if any(row.advantages.any() for row in batch.rows):
-                updates.append(await self._student.update(batch.rows))
+                updates.append(await self.student.update(batch.rows))
         return updates, ledger
 
     async def evaluate(self, name: str, step: int) -> None:
         """Evaluate on the held-out tasks, unless this evaluation was already made (by the run that is resumed)."""
-        config, tracker = self._config, self._tracker
-        if self._prefix and any(e.name == name and e.step == step for e in load_all(config.run.path)):
+        config, tracker = self.config, self.tracker
+        if self.prefix and any(e.name == name and e.step == step for e in load_all(config.run.path)):
             return
         with tracker.phase("evaluate", name):
             found, done = await evaluate(
-                self._collector,
-                self._data.held_out,
+                self.collector,
+                self.data.held_out,
                 name=name,
                 step=step,
-                version=self._student.version,
+                version=self.student.version,
                 seed=config.run.seed,
                 run_folder=config.run.path,
                 rollouts_per_task=config.eval.rollouts_per_task,
-                prefix=self._prefix,
+                prefix=self.prefix,
             )
         tracker.evaluation(found)
         share = length_share([call for one in done for call in one.finished.calls])
@@ -244,13 +254,13 @@ class _Run:
 
     async def save(self, step: int) -> None:
         """Write the checkpoint of `step`, once."""
-        if step == self._saved:
+        if step == self.saved:
             return
-        state = checkpoint.TrainerState(step, self._student.version, self._order.state_dict(), self._seconds)
-        with self._tracker.phase("checkpoint", ""):
-            folder = await asyncio.to_thread(checkpoint.save, self._config.run.path, self._student, state)
-        self._tracker.note(f"checkpoint: {folder}")
-        self._saved = step
+        state = checkpoint.TrainerState(step, self.student.version, self.order.state_dict(), self.seconds)
+        with self.tracker.phase("checkpoint", ""):
+            folder = await asyncio.to_thread(checkpoint.save, self.config.run.path, self.student, state)
+        self.tracker.note(f"checkpoint: {folder}")
+        self.saved = step
 
 
 def divide(rollouts: Sequence[FinishedRollout], parts: int, seed: str) -> list[list[FinishedRollout]]:

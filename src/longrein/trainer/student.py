@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longrein.client import Client
@@ -20,28 +21,28 @@ if TYPE_CHECKING:
     from longrein.trajectory.batch import Row
 
 
+@dataclass
 class Student:
     """Policy, learner and engine; `version` counts the updates."""
 
-    def __init__(
-        self, policy: Policy, learner: Learner, engine: EngineServer, client: Client, name: str, version: int = 0
-    ) -> None:
-        self.policy = policy
-        self.learner = learner
-        self.version = version
-        self._engine = engine
-        self._client = client
-        self._name = name
-        self._url = ""
-        self._held = False
+    policy: Policy
+    learner: Learner
+    engine: EngineServer
+    client: Client
+    name: str
+    """The model's name at the gateway."""
+    version: int = 0
+    url: str = ""
+    """Where the engine listens, once started."""
+    _held: bool = False
 
     async def start(self) -> None:
         """Serve the policy and register it at the gateway."""
-        self._url = await self._engine.start()
+        self.url = await self.engine.start()
         await self.publish()
 
     async def stop(self) -> None:
-        await self._engine.stop()
+        await self.engine.stop()
 
     async def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """One optimizer update of the policy loss over `rows`; the engine is frozen until `publish`."""
@@ -60,13 +61,13 @@ class Student:
     async def publish(self) -> None:
         """Give the engine the newest weights, tell the gateway their version, and let sampling go on."""
         await self._hold()
-        await self._engine.refresh(self.version)
-        endpoint = ModelEndpoint(model=self._name, endpoint=self._url, version=self.version, protocol="tokens")
-        await self._client.put_models([endpoint])
-        self._engine.release()
+        await self.engine.refresh(self.version)
+        endpoint = ModelEndpoint(model=self.name, endpoint=self.url, version=self.version, protocol="tokens")
+        await self.client.put_models([endpoint])
+        self.engine.release()
         self._held = False
 
     async def _hold(self) -> None:
         if not self._held:
-            await self._engine.hold()
+            await self.engine.hold()
             self._held = True

@@ -47,6 +47,7 @@ class WarmupReport:
 
 async def warm_up(
     config: Config,
+    *,
     student: Student,
     collector: Collector,
     tracker: Tracker,
