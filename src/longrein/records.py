@@ -208,7 +208,7 @@ class PauseRequest(Struct, forbid_unknown_fields=True):
     reason: str | None = None
 
 
-ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "tools"]
+ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "tools", "retokenized"]
 
 Mode = Literal["train", "val"]
 

@@ -1,1 +1,190 @@
+"""What the dialects share: the request and the answer in one form, and errors in each dialect's own shape.
 
+A dialect is a module that reads a request body into a `Request` (or raises `DialectError`), and writes a finished
+`Answer` as a body or a stream of server-sent events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from longrein.gateway.conversation import Message
+from longrein.gateway.parsing import Delta
+
+Json = dict[str, Any]
+
+
+class DialectError(Exception):
+    """A request that is answered with an error: its HTTP status, its words, the field, and the code clients know."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.type = status, message, param, code, type
+        self.headers = dict(headers or {})
+
+    def body(self) -> Json:
+        """OpenAI's error shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_tokens: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of any dialect."""
+
+    model: str
+    messages: Sequence[Message]
+    tools: Sequence[Json] = ()
+    """As the template gets them: {"type": "function", "function": {…}}, in the order sent."""
+    use_tools: bool = True
+    """False (tool_choice = none): tools stand in the prompt, and nothing is read as a call."""
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    prompt: str | Sequence[int] | None = None
+    """The completions dialect's prompt, instead of messages."""
+
+
+@dataclass
+class Choice:
+    """One sampled answer, complete."""
+
+    index: int
+    message: Message
+    text: str
+    """All sampled text up to the stop, for the completions dialect."""
+    finish_reason: str
+    """stop, length or tool_calls."""
+    prompt_ids: list[int]
+    sampled_ids: list[int]
+    logprobs: list[float] | None
+    pieces: list[str] = field(default_factory=list)
+    """Text of each sampled id; filled when log-probabilities were asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    id: str
+    created: int
+    model: str
+    choices: Sequence[Choice]
+    cached_tokens: int
+    """Prompt tokens that were sent before in this attempt."""
+
+    def usage(self) -> Json:
+        prompt = len(self.choices[0].prompt_ids)
+        sampled = sum(len(choice.sampled_ids) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Dialect(Protocol):
+    """What calls.py asks of a dialect's module."""
+
+    name: str
+
+    def parse(self, body: Json) -> Request: ...
+    def plain(self, request: Request, answer: Answer) -> Json: ...
+    def opening(self, request: Request, id: str, created: int, index: int) -> list[bytes]: ...
+    def delta(
+        self, request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int
+    ) -> list[bytes]: ...
+    def closing(self, request: Request, answer: Answer) -> list[bytes]: ...
+    def error_event(self, error: DialectError) -> bytes: ...
+
+
+def event(value: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+# Reading fields
+
+
+def take(body: Json, name: str, kind: type | tuple[type, ...], what: str, default: Any = None) -> Any:
+    """Field `name`, checked; null counts as absent."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) and kind is not bool and not (isinstance(kind, tuple) and bool in kind):
+        raise DialectError(400, f"{name}: expected {what}, got a boolean", param=name)
+    if not isinstance(value, kind):
+        raise DialectError(400, f"{name}: expected {what}, got {type(value).__name__}", param=name)
+    return value
+
+
+def take_positive(body: Json, name: str) -> int | None:
+    value = take(body, name, int, "a positive integer")
+    if value is not None and value < 1:
+        raise DialectError(400, f"{name}: expected a positive integer, got {value}", param=name)
+    return value
+
+
+def take_number(body: Json, name: str, low: float, high: float) -> float | None:
+    value = take(body, name, (int, float), "a number")
+    if value is not None and not low <= value <= high:
+        raise DialectError(400, f"{name}: expected a number from {low} to {high}, got {value}", param=name)
+    return value
+
+
+def take_stop(body: Json) -> tuple[str, ...]:
+    value = body.get("stop")
+    stops = [value] if isinstance(value, str) else ([] if value is None else value)
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise DialectError(400, "stop: expected a string or a list of strings, none of them empty", param="stop")
+    return tuple(stops)
+
+
+def refuse_unknown(
+    body: Json, honoured: frozenset[str], ignored: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Every field is honoured, ignored without changing the outcome, neutral as it is, or refused by name."""
+    for name, value in body.items():
+        if name in honoured or name in ignored or value is None:
+            continue
+        if name in neutral:
+            if value in neutral[name] and not (
+                isinstance(value, bool) and True not in neutral[name] and False not in neutral[name]
+            ):
+                continue
+            raise DialectError(
+                400,
+                f"{name}: {value!r} cannot be honoured here: the sampled tokens would be another distribution's than the "
+                f"trained policy's, or the engine has no such feature; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+        raise DialectError(
+            400, f"{name}: unknown or unsupported field; leave it out", param=name, code="unknown_parameter"
+        )

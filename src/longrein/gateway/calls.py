@@ -1,0 +1,606 @@
+"""One call, from request to committed answer.
+
+    parse → render → find the parent → splice or fork → admit → sample → read the reply → commit → answer
+
+A request that cannot be served is refused before any header leaves. A stream's headers leave at once after that, with
+keep-alive comments while it waits. The call is committed before the byte that ends its answer leaves; a client that
+goes away earlier leaves an abandoned call, whose tokens are counted and never trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from longrein.gateway.conversation import History, Message, Plan, Recorded, plan_prompt, recall
+from longrein.gateway.dialects import KEEP_ALIVE, Answer, Choice, Dialect, DialectError, Request, chat, completions
+from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
+from longrein.gateway.engines.scripted import ScriptedEngine, reply_ids
+from longrein.gateway.engines.tokens import TokensEngine
+from longrein.gateway.parsing import Delta, ParserOptions, PlainParser, StopStrings, make_parser, message_of
+from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError, load_text_model
+from longrein.records import Call, Mode, Rollout, now
+
+if TYPE_CHECKING:
+    from longrein.gateway.serve import Gateway
+
+Json = dict[str, Any]
+
+log = logging.getLogger("longrein.gateway")
+
+DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions}  # type: ignore[dict-item]
+
+#: Seconds without an event after which a stream gets a keep-alive comment.
+KEEP_ALIVE_SECONDS = 10.0
+#: Attempts whose history is kept in memory; others are read back from the store when they call again.
+ATTEMPTS_IN_MEMORY = 4096
+
+
+@dataclass
+class Attempt:
+    """What the gateway keeps in memory of an attempt that calls."""
+
+    history: History
+    clock: float
+    """The attempt's start: what a template takes for now."""
+
+
+@dataclass
+class Running:
+    """A call that is being sampled: everything its record and its answer need."""
+
+    recorded: Recorded
+    plan: Plan
+    prompt_ids: list[int]
+    index: int
+    seed: int
+    started_at: float
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    first_token_at: float | None = None
+    committed: bool = False
+
+
+@dataclass
+class Job:
+    """A request that was admitted: its calls (one for each of n), and where it came from."""
+
+    dialect: Dialect
+    request: Request
+    rollout: Rollout
+    attempt_id: str
+    mode: Mode
+    engine: Engine
+    attempt: Attempt
+    messages: Sequence[Message]
+    running: list[Running]
+    max_tokens: int
+    temperature: float
+    prompt_tail: str
+    id: str
+    created: int
+
+
+class TokenCalls:
+    """Answers model requests token by token, through the model's own tokenizer and template."""
+
+    def __init__(self, gateway: Gateway):
+        config = gateway.config
+        self.gateway = gateway
+        self.model = load_text_model(
+            config.model.path,
+            name=config.model.name,
+            chat_template=config.model.chat_template,
+            context=config.model.context,
+            control_text=config.gateway.control_text,
+            system_messages=config.model.system_messages,
+        )
+        self.parser = make_parser(config.model.parser, self.model, config.model.path)
+        self.policy = self._policy_engine()
+        self.teacher = self._teacher_engine()
+        self.attempts: OrderedDict[tuple[str, str], Attempt] = OrderedDict()
+        if not self.model.exact:
+            log.warning(
+                "the tokenizer of %s does not return the text it was given: prompts are faithful after its own normalisation",
+                config.model.path,
+            )
+        if self.model.turn_system_into_user:
+            log.info("system messages are merged into the user turn that follows: the template has no system role")
+
+    def _policy_engine(self) -> Engine:
+        from longrein.functions import load_function
+
+        config = self.gateway.config
+        if config.engine.kind == "scripted":
+            script = load_function(config.engine.script, config.run.folder, "engine.script")
+            return ScriptedEngine(script, self.model)
+
+        def endpoints():
+            return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
+
+        return TokensEngine(self.gateway.http, endpoints)
+
+    def _teacher_engine(self) -> Engine | None:
+        from longrein.functions import load_function
+
+        warmup, run = self.gateway.config.warmup, self.gateway.config.run
+        if warmup.teacher:
+            script = load_function(warmup.teacher, run.folder, "warmup.teacher")
+            return ScriptedEngine(script, self.model, name="teacher", certain=False)
+        if warmup.teacher_url:
+            return _remote_teacher(self.gateway, self)
+        return None
+
+    # The way of a request
+
+    async def answer(self, http: HttpRequest, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
+        """Answer one model request of an attempt."""
+        try:
+            job = self._admit(await _body(http), DIALECTS[dialect], rollout, attempt_id, mode)
+            hold = self.gateway.gate.enter()
+            if job.request.stream:
+                await self.gateway.gate.refuse_if_closed()
+                return StreamingResponse(
+                    self._stream(job),
+                    media_type="text/event-stream",
+                    headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+                )
+            return await self._plain(http, job)
+        except DialectError as error:
+            return Response(
+                msgspec.json.encode(error.body()), error.status, headers=error.headers, media_type="application/json"
+            )
+
+    def _admit(self, body: Json, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
+        """Everything that can refuse a request; nothing here waits."""
+        config = self.gateway.config
+        request = dialect.parse(body)
+        if mode == "train":
+            _refuse_other_policies(request)
+        engine = self._engine(rollout)
+        attempt = self._attempt(rollout, attempt_id)
+        messages, plan, tail = self._prompt(request, attempt)
+        max_tokens = self._room(request, plan.length)
+        running: list[Running] = []
+        for index in range(request.n):
+            recorded = attempt.history.admit(plan, messages, request.tools)
+            prefix = plan.prefix.branch()[: plan.prefix_length] if plan.prefix is not None else []
+            seed = _seed(config.run.seed, rollout.rollout_id, attempt_id, recorded.number)
+            running.append(Running(recorded, plan, [*prefix, *plan.new_ids], index, seed, now()))
+        return Job(
+            dialect=dialect,
+            request=request,
+            rollout=rollout,
+            attempt_id=attempt_id,
+            mode=mode,
+            engine=engine,
+            attempt=attempt,
+            messages=messages,
+            running=running,
+            max_tokens=max_tokens,
+            temperature=config.gateway.train_temperature if mode == "train" else config.gateway.val_temperature,
+            prompt_tail=tail,
+            id=f"{'chatcmpl' if dialect.name == 'chat' else 'cmpl'}-{secrets.token_hex(12)}",
+            created=int(now()),
+        )
+
+    def _engine(self, rollout: Rollout) -> Engine:
+        if rollout.config.engine == "policy":
+            return self.policy
+        if self.teacher is None:
+            raise DialectError(400, "this rollout asks for the teacher, but the run file names none (warmup.teacher)")
+        return self.teacher
+
+    def _attempt(self, rollout: Rollout, attempt_id: str) -> Attempt:
+        key = (rollout.rollout_id, attempt_id)
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            started = [
+                a.started_at for a in self.gateway.store.attempts(rollout.rollout_id) if a.attempt_id == attempt_id
+            ]
+            attempt = Attempt(History(), started[0] if started else now())
+            recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
+            self.attempts[key] = attempt
+            while len(self.attempts) > ATTEMPTS_IN_MEMORY:
+                self.attempts.popitem(last=False)
+        self.attempts.move_to_end(key)
+        return attempt
+
+    def _prompt(self, request: Request, attempt: Attempt) -> tuple[Sequence[Message], Plan, str]:
+        """(messages as recorded, how the prompt is put together, the end of its text)"""
+        if request.prompt is not None:
+            return _text_prompt(request.prompt, attempt.history, self)
+        tools = list(request.tools)
+
+        def render(messages: Sequence[Message], generation_prompt: bool) -> Rendered:
+            return self.model.render(
+                [m.for_template() for m in messages], tools, generation_prompt=generation_prompt, clock=attempt.clock
+            )
+
+        try:
+            plan = plan_prompt(
+                attempt.history, self.model, request.messages, tools, render, self.gateway.config.gateway.history
+            )
+        except TemplateError as error:
+            raise DialectError(
+                400, f"messages: the model's chat template refuses them: {error}", param="messages"
+            ) from None
+        except ControlTextError as error:
+            raise DialectError(400, f"messages: {error}", param="messages") from None
+        return request.messages, plan, plan.new_text[-64:] or self.model.generation_prompt
+
+    def _room(self, request: Request, prompt_length: int) -> int:
+        """How many tokens the reply may have."""
+        wanted = request.sampling.max_tokens or self.gateway.config.engine.max_reply_tokens
+        if self.model.context is None:
+            return wanted
+        room = self.model.context - prompt_length
+        if room < 1:
+            raise DialectError(
+                400,
+                f"This model's maximum context length is {self.model.context} tokens. However, your messages resulted in "
+                f"{prompt_length} tokens. Please reduce the length of the messages.",
+                param="messages" if request.prompt is None else "prompt",
+                code="context_length_exceeded",
+            )
+        return min(wanted, room)
+
+    # Sampling
+
+    async def _sample(self, job: Job, call: Running) -> AsyncIterator[Delta]:
+        """Sample one call's reply and read it: yields what a client may see, as it comes."""
+        request = job.request
+        detokenizer = Detokenizer(self.model)
+        stops = StopStrings(request.sampling.stop)
+        options = ParserOptions(
+            prompt_tail=job.prompt_tail,
+            prompt_ids=call.prompt_ids,
+            tools=request.tools if request.use_tools else (),
+            call_id=lambda i: _call_id(job, call.recorded.number, i, self.model.short_call_ids),
+        )
+        parser = self.parser(options) if request.prompt is None else PlainParser()
+        generate = Generate(
+            request_id=f"{job.rollout.rollout_id}/{job.attempt_id}/{call.recorded.number}",
+            rollout_id=job.rollout.rollout_id,
+            token_ids=call.prompt_ids,
+            max_tokens=job.max_tokens,
+            temperature=job.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            stop_token_ids=sorted(self.model.stop_ids),
+            seed=call.seed,
+            stream=request.stream or bool(request.sampling.stop),
+            messages=[m.for_template() for m in job.messages],
+            tools=list(request.tools),
+        )
+        stream = job.engine.generate(generate)
+        try:
+            async for chunk in stream:
+                _collect(call, chunk)
+                text = stops.push(detokenizer.push(_without_stop(chunk.token_ids, self.model.stop_ids)))
+                for delta in self._read(call, parser.push(chunk.token_ids, text)):
+                    yield delta
+                if stops.stopped is not None:
+                    call.finish_reason = "stop"
+                    break
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        text = stops.push(detokenizer.finish(), final=True)
+        for delta in self._read(call, [*parser.push([], text), *parser.finish()]):
+            yield delta
+
+    def _read(self, call: Running, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        call.deltas.extend(deltas)
+        return deltas
+
+    def _choice(self, job: Job, call: Running) -> Choice:
+        message = message_of(call.deltas)
+        finish = call.finish_reason or "stop"
+        if message.tool_calls and finish == "stop":
+            finish = "tool_calls"
+        pieces = [self.model.decode([id]) for id in call.sampled] if job.request.logprobs else []
+        return Choice(
+            call.index, message, message.content, finish, call.prompt_ids, call.sampled, call.logprobs, pieces
+        )
+
+    async def _commit(
+        self, job: Job, call: Running, status: str = "ok", error: Json | None = None, http_status: int = 200
+    ) -> Choice:
+        """Put the call into the store, and into the history that later calls continue."""
+        choice = self._choice(job, call)
+        recorded = call.recorded
+        parent_tools = recorded.parent.tools if recorded.parent is not None else []
+        await self.gateway.store.add_call(
+            Call(
+                rollout_id=job.rollout.rollout_id,
+                attempt_id=job.attempt_id,
+                number=recorded.number,
+                dialect=job.dialect.name,  # type: ignore[arg-type]
+                mode=job.mode,
+                model=self.model.name,
+                engine=job.engine.name,
+                parent=recorded.parent.number if recorded.parent is not None else None,
+                fork=call.plan.fork,
+                prefix=recorded.prefix.number if recorded.prefix is not None else None,
+                prefix_length=recorded.prefix_length,
+                prompt_delta=recorded.prompt_ids,
+                prompt_length=recorded.prompt_length,
+                sampled=call.sampled,
+                logprobs=call.logprobs,
+                versions=call.versions,
+                messages_keep=recorded.messages_keep,
+                messages=[m.to_json() for m in recorded.messages],
+                tools=None if list(parent_tools) == list(recorded.tools) else list(recorded.tools),
+                reply=choice.message.to_json() if status == "ok" else {},
+                sampling=_sampling_record(job, call),
+                status=status,  # type: ignore[arg-type]
+                finish_reason=choice.finish_reason if status == "ok" else None,
+                http_status=http_status,
+                error=error,
+                started_at=call.started_at,
+                first_token_at=call.first_token_at,
+                finished_at=now(),
+            )
+        )
+        call.committed = True
+        job.attempt.history.add(recorded, self.model, call.sampled, choice.message if status == "ok" else None)
+        return choice
+
+    async def _fail(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
+        """Record the calls of a request that did not end well; those already committed stay."""
+        for call in job.running:
+            if not call.committed:
+                await self._commit(job, call, status, error, http_status)
+
+    def _answer(self, job: Job, choices: Sequence[Choice]) -> Answer:
+        return Answer(
+            job.id, job.created, job.request.model or self.model.name, choices, job.running[0].plan.prefix_length
+        )
+
+    # Answering
+
+    async def _plain(self, http: HttpRequest, job: Job) -> Response:
+        work = asyncio.ensure_future(self._run_whole(job))
+        gone = asyncio.ensure_future(_disconnected(http))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await _cancel(work)
+                await self._fail(job, "abandoned", {"message": "the client went away"}, 499)
+                return Response(status_code=499)
+            choices = work.result()
+        except EngineError as error:
+            await self._fail(job, "error", {"message": str(error)}, error.status)
+            raise DialectError(error.status, str(error), type="api_error", code="engine_error") from None
+        except asyncio.CancelledError:
+            await _cancel(work)
+            await asyncio.shield(self._fail(job, "abandoned", {"message": "the gateway is shutting down"}, 499))
+            raise
+        finally:
+            gone.cancel()
+        body = job.dialect.plain(job.request, self._answer(job, choices))
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def _run_whole(self, job: Job) -> list[Choice]:
+        async def one(call: Running) -> Choice:
+            async for _ in self._sample(job, call):
+                pass
+            return await self._commit(job, call)
+
+        async with self.gateway.gate.enter():
+            if len(job.running) == 1:
+                return [await one(job.running[0])]
+            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, Choice)]
+
+    async def _stream(self, job: Job) -> AsyncIterator[bytes]:
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self._run_streamed(job, queue))
+        work.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), KEEP_ALIVE_SECONDS)
+                except asyncio.TimeoutError:
+                    yield KEEP_ALIVE
+                    continue
+                if event is None:
+                    break
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            await asyncio.shield(asyncio.ensure_future(self._abandon(job, work)))
+            raise
+        try:
+            choices = work.result()
+        except EngineError as error:
+            await self._fail(job, "error", {"message": str(error)}, error.status)
+            yield job.dialect.error_event(DialectError(error.status, str(error), type="api_error", code="engine_error"))
+            return
+        except DialectError as error:
+            await self._fail(job, "error", {"message": error.message}, error.status)
+            yield job.dialect.error_event(error)
+            return
+        for event in job.dialect.closing(job.request, self._answer(job, choices)):
+            yield event
+
+    async def _abandon(self, job: Job, work: asyncio.Future[Any]) -> None:
+        await _cancel(work)
+        await self._fail(job, "abandoned", {"message": "the client went away"}, 499)
+
+    async def _run_streamed(self, job: Job, queue: asyncio.Queue[bytes | None]) -> list[Choice]:
+        async def one(call: Running) -> Choice:
+            for event in job.dialect.opening(job.request, job.id, job.created, call.index):
+                queue.put_nowait(event)
+            calls = 0
+            async for delta in self._sample(job, call):
+                for event in job.dialect.delta(job.request, job.id, job.created, call.index, delta, calls):
+                    queue.put_nowait(event)
+                calls += delta.tool_call is not None
+            return await self._commit(job, call)
+
+        async with self.gateway.gate.enter():
+            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, Choice)]
+
+
+# Pieces
+
+
+async def _body(http: HttpRequest) -> Json:
+    data = await http.body()
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise DialectError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise DialectError(400, "the body has to be a JSON object")
+    return body
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(work: asyncio.Future[Any]) -> None:
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+def _refuse_other_policies(request: Request) -> None:
+    """Mode train: what would make the sampled distribution another than the policy's own is refused by name."""
+    if request.sampling.top_p != 1.0:
+        raise DialectError(
+            400, "top_p: training samples from the policy's whole distribution; leave it out or send 1", param="top_p"
+        )
+    if request.sampling.top_k:
+        raise DialectError(
+            400, "top_k: training samples from the policy's whole distribution; leave it out", param="top_k"
+        )
+
+
+def _seed(run_seed: int, rollout_id: str, attempt_id: str, number: int) -> int:
+    """The call's own seed (63 bits): the same run samples the same tokens, whatever else runs beside it."""
+    text = f"{run_seed}\0{rollout_id}\0{attempt_id}\0{number}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _call_id(job: Job, number: int, index: int, short: bool) -> str:
+    """A tool-call id that no other call has, in the form the template accepts."""
+    digest = hashlib.sha256(f"{job.rollout.rollout_id}\0{job.attempt_id}\0{number}\0{index}".encode()).hexdigest()
+    return digest[:9] if short else f"call_{digest[:24]}"
+
+
+def _collect(call: Running, chunk: Chunk) -> None:
+    if chunk.token_ids:
+        call.first_token_at = call.first_token_at or now()
+        call.sampled.extend(chunk.token_ids)
+        if chunk.logprobs is None or call.logprobs is None:
+            call.logprobs = None
+        else:
+            call.logprobs.extend(chunk.logprobs)
+        for version, count in chunk.versions:
+            if call.versions and call.versions[-1][0] == version:
+                call.versions[-1] = (version, call.versions[-1][1] + count)
+            else:
+                call.versions.append((version, count))
+    if chunk.finish_reason is not None:
+        call.finish_reason = chunk.finish_reason
+
+
+def _without_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
+    return ids[:-1] if ids and ids[-1] in stop_ids else ids
+
+
+def _sampling_record(job: Job, call: Running) -> Json:
+    record: Json = {"temperature": job.temperature, "max_tokens": job.max_tokens, "seed": call.seed}
+    if job.request.sampling.stop:
+        record["stop"] = list(job.request.sampling.stop)
+    if job.request.sampling.top_p != 1.0:
+        record["top_p"] = job.request.sampling.top_p
+    if job.request.sampling.top_k:
+        record["top_k"] = job.request.sampling.top_k
+    return record
+
+
+def _text_prompt(
+    prompt: str | Sequence[int], history: History, calls: TokenCalls
+) -> tuple[Sequence[Message], Plan, str]:
+    """The completions dialect: a prompt that begins with a recorded branch continues it, any other is new."""
+    model = calls.model
+    text = prompt if isinstance(prompt, str) else model.decode(prompt)
+    if isinstance(prompt, str):
+        shared = history.shared_text(text)
+        parents = [c for c in history.calls if c.sampled_ids and history.continues(c, shared[c.number])]
+    else:
+        ids = list(prompt)
+        parents = [c for c in history.calls if c.sampled_ids and ids[: len(branch := c.branch())] == branch]
+    parent = max(parents, key=lambda c: c.branch_length, default=None)
+    if parent is None:
+        ids = model.tokenizer.encode(text).ids if isinstance(prompt, str) else list(prompt)
+        plan = Plan(None, 0, 0, ids, text, None, 0, "new" if history.calls else None)
+        return [Message("prompt", text)], plan, ""
+    kept = parent.branch_length
+    characters = parent.prefix_characters + parent.own_characters
+    if isinstance(prompt, str):
+        if not text.startswith(parent.sampled_text, characters - len(parent.sampled_text)):
+            kept, characters = kept - 1, characters - parent.stop_characters
+        new_ids = model.encode(Rendered(text), characters)
+    else:
+        new_ids = list(prompt)[kept:]
+    messages = [*parent.conversation(), Message("prompt", text[characters:])]
+    plan = Plan(parent, kept, characters, new_ids, text[characters:], parent, len(messages) - 1, None)
+    return messages, plan, ""
+
+
+def _remote_teacher(gateway: Gateway, calls: TokenCalls) -> Engine:
+    """A stronger model behind an OpenAI-compatible endpoint; its message is written as the student's template would."""
+    import os
+
+    from longrein.gateway.engines.openai import complete
+
+    warmup = gateway.config.warmup
+    key = os.environ.get(warmup.teacher_key_env, "") if warmup.teacher_key_env else ""
+
+    async def ask(messages: list[Json], tools: list[Json]) -> list[int]:
+        wire = [Message.to_json(_wire(m)) for m in messages]
+        body: Json = {"model": warmup.teacher_model, "messages": wire}
+        if tools:
+            body["tools"] = tools
+        answer = await complete(gateway.http, warmup.teacher_url, warmup.teacher_model, key, body)
+        return reply_ids(calls.model, messages, tools, answer["choices"][0]["message"])
+
+    return ScriptedEngine(ask, calls.model, name="teacher", certain=False)
+
+
+def _wire(message: Json) -> Message:
+    """A template's message back as OpenAI's: arguments as JSON text."""
+    calls = [
+        {**c, "function": {**c["function"], "arguments": _text(c["function"]["arguments"])}}
+        for c in message.get("tool_calls", ())
+    ]
+    return Message.from_json({**message, "tool_calls": calls})
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()

@@ -1,0 +1,279 @@
+"""OpenAI Chat Completions: request → messages, answer → JSON or server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from longrein.gateway.conversation import Message, ToolCall
+from longrein.gateway.dialects import (
+    DONE,
+    Answer,
+    Choice,
+    DialectError,
+    Request,
+    Sampling,
+    event,
+    refuse_unknown,
+    take,
+    take_number,
+    take_positive,
+    take_stop,
+)
+from longrein.gateway.parsing import Delta
+
+Json = dict[str, Any]
+
+name = "chat"
+
+HONOURED = frozenset(
+    "model messages tools tool_choice stream stream_options max_tokens max_completion_tokens top_p top_k stop n "
+    "logprobs return_token_ids temperature".split()
+)
+#: Fields that do not change what is sampled here. `temperature` is honoured as the run file's policy per mode.
+IGNORED = frozenset(
+    "user metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier reasoning_effort seed verbosity".split()
+)
+#: Fields that are accepted with these values only.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def parse(body: Json) -> Request:
+    """Read a request body; raises `DialectError` naming the field."""
+    if "functions" in body or "function_call" in body:
+        name = "functions" if "functions" in body else "function_call"
+        raise DialectError(
+            400, f"{name}: the legacy function interface is not served; use tools and tool_choice", param=name
+        )
+    refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
+    messages = take(body, "messages", list, "a list of messages")
+    if not messages:
+        raise DialectError(400, "messages: expected a list with at least one message", param="messages")
+    tools = [_tool(tool, i) for i, tool in enumerate(take(body, "tools", list, "a list of tools", []))]
+    take_number(body, "temperature", 0, 2)  # checked; the run file's policy decides
+    options = take(body, "stream_options", dict, "an object", {})
+    return Request(
+        model=take(body, "model", str, "a string", ""),
+        messages=[_message(message, i) for i, message in enumerate(messages)],
+        tools=tools,
+        use_tools=_tool_choice(body, tools),
+        sampling=Sampling(
+            max_tokens=take_positive(body, "max_completion_tokens") or take_positive(body, "max_tokens"),
+            top_p=take_number(body, "top_p", 0, 1) or 1.0,
+            top_k=max(0, take(body, "top_k", int, "an integer", 0)),
+            stop=take_stop(body),
+        ),
+        n=take_positive(body, "n") or 1,
+        stream=take(body, "stream", bool, "a boolean", False),
+        include_usage=bool(options.get("include_usage")),
+        logprobs=take(body, "logprobs", bool, "a boolean", False),
+        return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
+    )
+
+
+def _tool_choice(body: Json, tools: Sequence[Json]) -> bool:
+    choice = body.get("tool_choice")
+    if choice in (None, "auto"):
+        return True
+    if choice == "none":
+        return False
+    raise DialectError(
+        400,
+        f"tool_choice: {choice!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
+        param="tool_choice",
+        code="unsupported_parameter",
+    )
+
+
+def _tool(tool: Any, index: int) -> Json:
+    where = f"tools[{index}]"
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise DialectError(400, f"{where}: expected an object with type 'function' and a function", param=where)
+    function = tool["function"]
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise DialectError(400, f"{where}.function.name: expected a name", param=f"{where}.function.name")
+    # strict asks for guided decoding of arguments; it says nothing to the model and is no part of the template's text.
+    return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" and v is not None}}
+
+
+def _message(message: Any, index: int) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise DialectError(400, f"{where}: expected an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise DialectError(
+            400, f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r}", param=f"{where}.role"
+        )
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    if not isinstance(reasoning, str):
+        raise DialectError(400, f"{where}.reasoning_content: expected a string", param=f"{where}.reasoning_content")
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or (calls and role != "assistant"):
+        raise DialectError(400, f"{where}.tool_calls: only assistant messages have a list of tool calls", param=where)
+    call_id = message.get("tool_call_id") or ""
+    if role == "tool" and not (isinstance(call_id, str) and call_id):
+        raise DialectError(400, f"{where}.tool_call_id: a tool message names the call it answers", param=where)
+    speaker = message.get("name")
+    return Message(
+        role="system" if role == "developer" else role,
+        content=_content(message.get("content"), where),
+        reasoning=reasoning if role == "assistant" else "",
+        tool_calls=tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
+        tool_call_id=call_id if role == "tool" else "",
+        name=speaker if isinstance(speaker, str) and role != "assistant" else "",
+    )
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DialectError(400, f"{where}.content: expected a string or a list of parts", param=f"{where}.content")
+    parts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("text", "refusal") and isinstance(part.get("text", part.get("refusal")), str):
+            parts.append(part.get("text", part.get("refusal")))
+        else:
+            raise DialectError(
+                400,
+                f"{where}.content[{i}]: {kind!r} content is not served by this model; send text",
+                param=f"{where}.content",
+            )
+    return "\n".join(parts)
+
+
+def _call(call: Any, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(call.get("id"), str)
+    ):
+        raise DialectError(400, f"{where}: expected an object with id, type 'function' and function.name", param=where)
+    arguments = function.get("arguments", "")
+    if not isinstance(arguments, str):
+        raise DialectError(
+            400, f"{where}.function.arguments: expected a JSON string", param=f"{where}.function.arguments"
+        )
+    return ToolCall(call["id"], function["name"], arguments)
+
+
+# Answers
+
+
+def plain(request: Request, answer: Answer) -> Json:
+    """The body of an answer that is not streamed."""
+    body: Json = {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": answer.model,
+        "choices": [_choice(request, choice) for choice in answer.choices],
+        "usage": answer.usage(),
+    }
+    if request.return_token_ids:
+        body["prompt_token_ids"] = answer.choices[0].prompt_ids
+    return body
+
+
+def _choice(request: Request, choice: Choice) -> Json:
+    message: Json = {"role": "assistant", "content": choice.message.content or None, "refusal": None}
+    if not choice.message.tool_calls:
+        message["content"] = choice.message.content
+    if choice.message.reasoning:
+        message["reasoning_content"] = choice.message.reasoning
+    if choice.message.tool_calls:
+        message["tool_calls"] = choice.message.to_json()["tool_calls"]
+    out: Json = {
+        "index": choice.index,
+        "message": message,
+        "finish_reason": choice.finish_reason,
+        "logprobs": _logprobs(choice) if request.logprobs else None,
+    }
+    if request.return_token_ids:
+        out["token_ids"] = choice.sampled_ids
+    return out
+
+
+def _logprobs(choice: Choice) -> Json | None:
+    if choice.logprobs is None:
+        return None
+    return {
+        "content": [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(choice.pieces, choice.logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _chunk(request: Request, id: str, created: int, choices: list[Json], usage: Json | None = None) -> bytes:
+    body: Json = {
+        "id": id,
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": request.model,
+        "choices": choices,
+    }
+    if request.include_usage:
+        body["usage"] = usage
+    return event(body)
+
+
+def opening(request: Request, id: str, created: int, index: int) -> list[bytes]:
+    """The first event of a choice."""
+    delta = {"role": "assistant", "content": ""}
+    return [_chunk(request, id, created, [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])]
+
+
+def delta(request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int) -> list[bytes]:
+    """The event of a piece; `calls_before` counts the choice's earlier tool calls."""
+    piece: Json = {}
+    if delta.content:
+        piece["content"] = delta.content
+    if delta.reasoning:
+        piece["reasoning_content"] = delta.reasoning
+    if delta.tool_call is not None:
+        function = {"name": delta.tool_call.name, "arguments": delta.tool_call.arguments}
+        piece["tool_calls"] = [
+            {"index": calls_before, "id": delta.tool_call.id, "type": "function", "function": function}
+        ]
+    return [_chunk(request, id, created, [{"index": index, "delta": piece, "finish_reason": None, "logprobs": None}])]
+
+
+def closing(request: Request, answer: Answer) -> list[bytes]:
+    """The last events: finish reasons, usage where it was asked for, the end."""
+    events: list[bytes] = []
+    for choice in answer.choices:
+        last: Json = {
+            "index": choice.index,
+            "delta": {},
+            "finish_reason": choice.finish_reason,
+            "logprobs": _logprobs(choice) if request.logprobs else None,
+        }
+        if request.return_token_ids:
+            last["token_ids"] = choice.sampled_ids
+        events.append(_chunk(request, answer.id, answer.created, [last]))
+    if request.include_usage:
+        events.append(_chunk(request, answer.id, answer.created, [], answer.usage()))
+    return [*events, DONE]
+
+
+def error_event(error: DialectError) -> bytes:
+    """A failure after the headers have left."""
+    return event(error.body())

@@ -1,0 +1,124 @@
+"""OpenAI Completions: a prompt as text or token ids → text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longrein.gateway.dialects import (
+    DONE,
+    Answer,
+    Choice,
+    DialectError,
+    Request,
+    Sampling,
+    event,
+    refuse_unknown,
+    take,
+    take_number,
+    take_positive,
+    take_stop,
+)
+from longrein.gateway.parsing import Delta
+
+Json = dict[str, Any]
+
+name = "completions"
+
+HONOURED = frozenset(
+    "model prompt stream stream_options max_tokens top_p top_k stop n logprobs return_token_ids temperature".split()
+)
+IGNORED = frozenset("user metadata seed".split())
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+
+
+def parse(body: Json) -> Request:
+    """Read a request body; raises `DialectError` naming the field."""
+    refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
+    prompt = body.get("prompt")
+    ids = (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+    )
+    if not ids and not (isinstance(prompt, str) and prompt):
+        raise DialectError(400, "prompt: expected one text or one list of token ids, not empty", param="prompt")
+    take_number(body, "temperature", 0, 2)
+    wanted = take(body, "logprobs", int, "an integer")
+    if wanted is not None and wanted > 1:
+        raise DialectError(
+            400, "logprobs: only the sampled token's own log-probability is known (0 or 1)", param="logprobs"
+        )
+    return Request(
+        model=take(body, "model", str, "a string", ""),
+        messages=(),
+        prompt=prompt,
+        sampling=Sampling(
+            max_tokens=take_positive(body, "max_tokens") or 16,  # the API's own default
+            top_p=take_number(body, "top_p", 0, 1) or 1.0,
+            top_k=max(0, take(body, "top_k", int, "an integer", 0)),
+            stop=take_stop(body),
+        ),
+        n=take_positive(body, "n") or 1,
+        stream=take(body, "stream", bool, "a boolean", False),
+        include_usage=bool(take(body, "stream_options", dict, "an object", {}).get("include_usage")),
+        logprobs=wanted is not None,
+        return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
+    )
+
+
+def _body(request: Request, id: str, created: int, choices: list[Json], usage: Json | None) -> Json:
+    body: Json = {"id": id, "object": "text_completion", "created": created, "model": request.model, "choices": choices}
+    if usage is not None or request.include_usage:
+        body["usage"] = usage
+    return body
+
+
+def plain(request: Request, answer: Answer) -> Json:
+    """The body of an answer that is not streamed."""
+    choices = [_choice(request, choice, choice.text) for choice in answer.choices]
+    return _body(request, answer.id, answer.created, choices, answer.usage())
+
+
+def _choice(request: Request, choice: Choice, text: str) -> Json:
+    logprobs = None
+    if request.logprobs and choice.logprobs is not None:
+        logprobs = {"tokens": choice.pieces, "token_logprobs": choice.logprobs, "top_logprobs": None, "text_offset": []}
+    out: Json = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "logprobs": logprobs}
+    if request.return_token_ids:
+        out["prompt_token_ids"], out["token_ids"] = choice.prompt_ids, choice.sampled_ids
+    return out
+
+
+def opening(request: Request, id: str, created: int, index: int) -> list[bytes]:
+    """Completions have no opening event."""
+    return []
+
+
+def delta(request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int) -> list[bytes]:
+    """The event of a piece of text."""
+    choice = {"index": index, "text": delta.content, "finish_reason": None, "logprobs": None}
+    return [event(_body(request, id, created, [choice], None))]
+
+
+def closing(request: Request, answer: Answer) -> list[bytes]:
+    """The last events: finish reasons, usage where it was asked for, the end."""
+    events = [
+        event(_body(request, answer.id, answer.created, [_choice(request, choice, "")], None))
+        for choice in answer.choices
+    ]
+    if request.include_usage:
+        events.append(event(_body(request, answer.id, answer.created, [], answer.usage())))
+    return [*events, DONE]
+
+
+def error_event(error: DialectError) -> bytes:
+    """A failure after the headers have left."""
+    return event(error.body())

@@ -1,0 +1,344 @@
+"""Sampled text → reasoning, content and tool calls, while it streams.
+
+`HermesParser` reads the ChatML family: `<think>…</think>`, then text, then `<tool_call>{"name": …, "arguments": …}`
+blocks. Other families are read by the `renderers` package's parsers. What is malformed is never repaired: it is given
+to the harness as text, as it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from longrein.config import ConfigError
+from longrein.gateway.conversation import Message, ToolCall
+from longrein.gateway.tokens import TextModel
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a chunk of sampled text adds to the reply; a tool call comes whole."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_call: ToolCall | None = None
+
+
+class ReplyParser(Protocol):
+    """Reads one reply. `push` gets the new ids and their text, control tokens at the very end left out."""
+
+    def push(self, ids: Sequence[int], text: str) -> list[Delta]: ...
+    def finish(self) -> list[Delta]: ...
+
+
+@dataclass
+class ParserOptions:
+    """What a reply's parser has to know of its request."""
+
+    prompt_tail: str
+    """The end of the prompt's text: a template may have opened the reasoning already."""
+    prompt_ids: Sequence[int]
+    tools: Sequence[Json]
+    """Empty: nothing is read as a tool call."""
+    call_id: Callable[[int], str]
+    """Mints the id of the reply's n-th tool call."""
+
+
+THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+
+@dataclass
+class HermesParser:
+    """The ChatML family, incrementally: emits what can no longer turn out to be something else."""
+
+    options: ParserOptions
+    _pending: str = ""
+    _state: str = "start"  # start, reasoning, content, call
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        if self.options.prompt_tail.rstrip().endswith(THINK):
+            self._state = "reasoning"
+
+    def push(self, ids: Sequence[int], text: str) -> list[Delta]:
+        self._pending += text
+        return self._read(final=False)
+
+    def finish(self) -> list[Delta]:
+        return self._read(final=True)
+
+    def _read(self, final: bool) -> list[Delta]:
+        out: list[Delta] = []
+        while True:
+            before = (self._state, len(self._pending))
+            getattr(self, "_in_" + self._state)(out, final)
+            if (self._state, len(self._pending)) == before:
+                return out
+
+    def _in_start(self, out: list[Delta], final: bool) -> None:
+        text = self._pending.lstrip()
+        if text.startswith(THINK):
+            self._pending = text[len(THINK) :]
+            self._state = "reasoning"
+        elif final or not THINK.startswith(text):
+            self._state = "content"
+
+    def _in_reasoning(self, out: list[Delta], final: bool) -> None:
+        reasoning, found, rest = self._pending.partition(THINK_END)
+        if found:
+            self._emit(out, reasoning=reasoning)
+            self._pending, self._state = rest, "content"
+            return
+        hold = 0 if final else _overlap(self._pending, THINK_END)
+        ready = self._pending[: len(self._pending) - hold]
+        self._emit(out, reasoning=ready)
+        self._pending = self._pending[len(ready) :]
+
+    def _in_content(self, out: list[Delta], final: bool) -> None:
+        if not self.options.tools:
+            self._emit(out, content=self._pending)
+            self._pending = ""
+            return
+        content, found, _ = self._pending.partition(CALL)
+        if found:
+            # One line break before a call is the template's, not the content's.
+            self._emit(out, content=content.removesuffix("\n") if content.strip() else "")
+            self._pending, self._state = self._pending[len(content) :], "call"
+            return
+        hold = 0 if final else max(_overlap(self._pending, CALL), _trailing_space(self._pending))
+        ready = self._pending[: len(self._pending) - hold]
+        self._emit(out, content=ready)
+        self._pending = self._pending[len(ready) :]
+
+    def _in_call(self, out: list[Delta], final: bool) -> None:
+        body, found, rest = self._pending[len(CALL) :].partition(CALL_END)
+        if not found and not final:
+            return
+        call = _read_call(body, self.options.call_id(self._calls)) if found else None
+        if call is None:
+            self._emit(out, content=CALL + body + (CALL_END if found else ""))
+            self._pending, self._state = rest, "content"
+        else:
+            out.append(Delta(tool_call=call))
+            self._calls += 1
+            self._pending, self._state = rest, "after"
+
+    def _in_after(self, out: list[Delta], final: bool) -> None:
+        """Between calls: white space is the template's; anything else is content again."""
+        stripped = self._pending.lstrip()
+        if stripped.startswith(CALL):
+            self._pending, self._state = stripped, "call"
+        elif final and not stripped:
+            self._pending = ""
+        elif final or not CALL.startswith(stripped):
+            self._state = "content"
+
+    def _emit(self, out: list[Delta], content: str = "", reasoning: str = "") -> None:
+        if content or reasoning:
+            out.append(Delta(content=content, reasoning=reasoning))
+
+
+@dataclass
+class PlainParser:
+    """Everything is content (model.parser = none, and the completions dialect)."""
+
+    def push(self, ids: Sequence[int], text: str) -> list[Delta]:
+        return [Delta(content=text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+@dataclass
+class RendererParser:
+    """A family of the `renderers` package. Its parsers read whole replies, so the reply is emitted at its end."""
+
+    renderer: Any
+    options: ParserOptions
+    _ids: list[int] = field(default_factory=list)
+    _text: str = ""
+
+    def push(self, ids: Sequence[int], text: str) -> list[Delta]:
+        self._ids.extend(ids)
+        self._text += text
+        return []
+
+    def finish(self) -> list[Delta]:
+        parsed = self.renderer.parse_response(
+            self._ids, tools=list(self.options.tools) or None, prompt_ids=list(self.options.prompt_ids)
+        )
+        attempts = list(parsed.tool_calls or [])
+        broken = any(str(getattr(call.status, "value", call.status)).lower() != "ok" for call in attempts)
+        if broken or (attempts and not self.options.tools):
+            return [Delta(content=self._text)] if self._text else []
+        out = []
+        if parsed.reasoning_content:
+            out.append(Delta(reasoning=parsed.reasoning_content))
+        if parsed.content:
+            out.append(Delta(content=parsed.content))
+        for i, call in enumerate(attempts):
+            arguments = (
+                call.arguments
+                if isinstance(call.arguments, str)
+                else json.dumps(call.arguments or {}, ensure_ascii=False)
+            )
+            out.append(Delta(tool_call=ToolCall(call.id or self.options.call_id(i), call.name, arguments)))
+        return out
+
+
+@dataclass(frozen=True)
+class RendererTokenizer:
+    """What the `renderers` package asks of a tokenizer, answered by ours."""
+
+    model: TextModel
+    name_or_path: str
+
+    @property
+    def eos_token_id(self) -> int:
+        return min(self.model.stop_ids)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        unknown = self.model.variables.get("unk_token")
+        return self.model.tokenizer.token_to_id(unknown) if unknown else None
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        return self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        return self.model.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
+        if isinstance(token, str):
+            id = self.model.tokenizer.token_to_id(token)
+            return id if id is not None else self.unk_token_id
+        return [self.convert_tokens_to_ids(t) for t in token]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.model.tokenizer.get_vocab()
+
+    def __len__(self) -> int:
+        return self.model.tokenizer.get_vocab_size()
+
+
+def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[ParserOptions], ReplyParser]:
+    """The parser that model.parser names. `auto`: the family that `renderers` knows the model by, else Hermes.
+
+    Raises `ConfigError` for a family that does not exist, with the known ones.
+    """
+    if name == "none":
+        return lambda options: PlainParser()
+    if name == "hermes":
+        return HermesParser
+    from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, _populate_registry
+
+    if name == "auto":
+        family = MODEL_RENDERER_MAP.get(model_path)
+        # Qwen 3 speaks Hermes, which our own parser reads while it streams.
+        if family is None or family in ("qwen3", "default"):
+            return HermesParser
+        name = family
+    from renderers import config_from_name, create_renderer
+
+    _populate_registry()
+    if name not in RENDERER_REGISTRY:
+        known = ", ".join(sorted(RENDERER_REGISTRY))
+        raise ConfigError(f"model.parser: {name!r} is no parser; known are auto, hermes, none, {known}")
+    renderer = create_renderer(RendererTokenizer(model, model_path), config_from_name(name))
+    return lambda options: RendererParser(renderer, options)
+
+
+def _read_call(body: str, call_id: str) -> ToolCall | None:
+    """A call's JSON, its arguments as the very text the model wrote; None when it is not a call."""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", {})
+    id = value["id"] if isinstance(value.get("id"), str) and value["id"] else call_id
+    if isinstance(arguments, str):
+        return ToolCall(id, value["name"], arguments)
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(id, value["name"], _raw_value(body, "arguments") or "{}")
+
+
+def _raw_value(body: str, key: str) -> str | None:
+    """The text of a top-level value of a JSON object that is known to be valid; the last one of equal keys."""
+    decoder = json.JSONDecoder()
+    found = None
+    at = body.index("{") + 1
+    while True:
+        at = _skip(body, at)
+        if body[at] == "}":
+            return found
+        name, at = decoder.raw_decode(body, at)
+        at = _skip(body, _skip(body, at) + 1)  # the colon
+        _, end = decoder.raw_decode(body, at)
+        if name == key:
+            found = body[at:end]
+        at = _skip(body, end)
+        if body[at] == ",":
+            at += 1
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that could begin `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+def _trailing_space(text: str) -> int:
+    """Length of trailing white space together with a possible start of a call behind it."""
+    overlap = _overlap(text, CALL)
+    body = text[: len(text) - overlap]
+    return len(text) - len(body.rstrip())
+
+
+def message_of(deltas: Sequence[Delta]) -> Message:
+    """The assistant message that a whole reply's deltas make."""
+    return Message(
+        role="assistant",
+        content="".join(d.content for d in deltas),
+        reasoning="".join(d.reasoning for d in deltas),
+        tool_calls=tuple(d.tool_call for d in deltas if d.tool_call is not None),
+    )
+
+
+@dataclass
+class StopStrings:
+    """Cuts text at the first stop string; text that could still begin one is held back."""
+
+    stops: Sequence[str]
+    stopped: str | None = None
+    _held: str = ""
+
+    def push(self, text: str, final: bool = False) -> str:
+        """Text that may be given on. After a match `stopped` names it and nothing more comes."""
+        if self.stopped is not None:
+            return ""
+        self._held += text
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            out, self._held = self._held[:at], ""
+            return out
+        hold = 0 if final else max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        out = self._held[: len(self._held) - hold]
+        self._held = self._held[len(out) :]
+        return out
