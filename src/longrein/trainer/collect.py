@@ -30,6 +30,7 @@ from longrein.records import (
     StatusChange,
 )
 from longrein.tasks import TaskOrder
+from longrein.textfile import tail
 from longrein.trajectory.batch import FinishedRollout
 
 POLL_SECONDS = 20.0
@@ -314,15 +315,3 @@ def log_excerpt(done: Done, run_folder: Path, lines: int = 20) -> str:
         if text:
             return f"--- end of {folder / name}\n{text}\n---"
     return f"(nothing was written to {folder / 'stderr.log'})" if folder.is_dir() else ""
-
-
-def tail(file: Path, lines: int, most_bytes: int = 8192) -> str:
-    """The last lines of a file, or an empty string if there is none."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(0, 2)
-            stream.seek(max(0, stream.tell() - most_bytes))
-            text = stream.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.strip().splitlines()[-lines:])

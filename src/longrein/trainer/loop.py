@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
@@ -64,7 +66,7 @@ def load_data(config: Config) -> Data:
     )
 
 
-def make_student(config: Config, client: Client, resume: Path | None) -> Student:
+def make_student(config: Config, resume: Path | None) -> Student:
     """Load the policy (from a checkpoint when resuming), its learner and its engine. Takes seconds; blocks."""
     import torch
 
@@ -81,7 +83,7 @@ def make_student(config: Config, client: Client, resume: Path | None) -> Student
     policy = load_policy(options, config.run.seed)
     learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast)
     engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype)
-    student = Student(policy, learner, engine, client, config.model.name)
+    student = Student(policy, learner, engine, config.model.name)
     if resume is not None:
         checkpoint.restore(resume, student)
         student.version = checkpoint.read_state(resume).version
@@ -92,15 +94,14 @@ async def train(
     config: Config, data: Data, *, student: Student, client: Client, tracker: Tracker, resume: Path | None = None
 ) -> None:
     """A whole run, from its first attempt to its last evaluation. Raises `RunFailed` when it cannot go on."""
-    starts = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
-    prefix = f"again{starts}-" if starts else ""
+    prefix = id_prefix(config)
     state = checkpoint.read_state(resume) if resume else checkpoint.TrainerState(0, 0, {}, 0.0)
     order = TaskOrder(len(data.train), seed=config.run.seed, shuffle=config.task.shuffle)
     if state.order:
         order.load_state_dict(state.order)
     tracker.begin(state.step)
 
-    await student.start()
+    await student.start(client)
     try:
         async with _collecting(client, tracker) as collector:
             run = _Run(
@@ -112,6 +113,7 @@ async def train(
                 order=order,
                 prefix=prefix,
                 seconds=state.seconds,
+                resumed=resume is not None,
             )
             if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
                 with tracker.phase("preflight", "one attempt alone"):
@@ -154,6 +156,7 @@ class _Run:
     prefix: str
     seconds: float
     """Time spent on steps so far."""
+    resumed: bool
     saved: int = -1
 
     async def steps(self, done: int) -> int:
@@ -233,7 +236,7 @@ class _Run:
     async def evaluate(self, name: str, step: int) -> None:
         """Evaluate on the held-out tasks, unless this evaluation was already made (by the run that is resumed)."""
         config, tracker = self.config, self.tracker
-        if self.prefix and any(e.name == name and e.step == step for e in load_all(config.run.path)):
+        if self.resumed and any(e.name == name and e.step == step for e in load_all(config.run.path)):
             return
         with tracker.phase("evaluate", name):
             found, done = await evaluate(
@@ -261,6 +264,17 @@ class _Run:
             folder = await asyncio.to_thread(checkpoint.save, self.config.run.path, self.student, state)
         self.tracker.note(f"checkpoint: {folder}")
         self.saved = step
+
+
+def id_prefix(config: Config) -> str:
+    """What a run's rollout ids begin with, so that no two are equal in one record.
+
+    Nothing in a record of the run's own at its first start, so that a seed gives the same run again.
+    """
+    starts = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
+    own = not (config.gateway.url or config.store.url)
+    run = "" if own else f"{re.sub(r'[^A-Za-z0-9_]+', '-', config.run.name)}-{secrets.token_hex(3)}-"
+    return run + (f"again{starts}-" if starts else "")
 
 
 def divide(rollouts: Sequence[FinishedRollout], parts: int, seed: str) -> list[list[FinishedRollout]]:

@@ -28,16 +28,17 @@ class Student:
     policy: Policy
     learner: Learner
     engine: EngineServer
-    client: Client
     name: str
     """The model's name at the gateway."""
     version: int = 0
     url: str = ""
     """Where the engine listens, once started."""
+    client: Client | None = None
     _held: bool = False
 
-    async def start(self) -> None:
+    async def start(self, client: Client) -> None:
         """Serve the policy and register it at the gateway."""
+        self.client = client
         self.url = await self.engine.start()
         await self.publish()
 
@@ -60,6 +61,7 @@ class Student:
 
     async def publish(self) -> None:
         """Give the engine the newest weights, tell the gateway their version, and let sampling go on."""
+        assert self.client is not None, "start comes first"
         await self._hold()
         await self.engine.refresh(self.version)
         endpoint = ModelEndpoint(model=self.name, endpoint=self.url, version=self.version, protocol="tokens")

@@ -1,0 +1,139 @@
+"""The commands. Each reads its arguments and calls one function; what is imported heavily is imported by that function."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from longrein import __version__
+from longrein.config import Config, ConfigError, defaults_text, load, resolved_toml
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0 done, 1 failed, 2 wrong usage or configuration, 128 + n ended by signal n."""
+    options = _parser().parse_args(arguments)
+    if getattr(options, "parent_pipe", None) is not None:
+        from longrein.processes import stop_with_parent
+
+        stop_with_parent(options.parent_pipe)
+    try:
+        options.command(options)
+    except ConfigError as error:
+        return _say(error, 2)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        return _explain(error)
+    return 0
+
+
+def _explain(error: Exception) -> int:
+    """Say a failure that has words for a person; anything else is a defect and keeps its traceback."""
+    from longrein.client import ApiError
+    from longrein.processes import ChildFailed
+    from longrein.run import Interrupted
+    from longrein.schema import StoreError
+    from longrein.trainer.collect import RunFailed
+
+    if isinstance(error, Interrupted):
+        return _say(error, 128 + error.number)
+    if isinstance(error, (ApiError, ChildFailed, RunFailed, StoreError)):
+        return _say(error, 1)
+    raise error
+
+
+def _say(error: Exception, status: int) -> int:
+    print(f"longrein: {error}", file=sys.stderr)
+    return status
+
+
+def gateway(options: argparse.Namespace) -> None:
+    from longrein import run
+
+    run.gateway(_load(options))
+
+
+def controller(options: argparse.Namespace) -> None:
+    from longrein import run
+
+    run.controller(_load(options))
+
+
+def train(options: argparse.Namespace) -> None:
+    from longrein import run
+
+    run.train(_load(options), resume=options.resume, overwrite=options.overwrite)
+
+
+def config(options: argparse.Namespace) -> None:
+    print(defaults_text() if options.defaults else resolved_toml(_load(options)), end="")
+
+
+def report(options: argparse.Namespace) -> None:
+    from longrein.report import write_report
+
+    write_report(options.run)
+
+
+def compare(options: argparse.Namespace) -> None:
+    from longrein.report import write_comparison
+
+    write_comparison(options.run, options.out)
+
+
+def serve(options: argparse.Namespace) -> None:
+    from longrein import run
+
+    run.serve(options.checkpoint, options.port)
+
+
+def _load(options: argparse.Namespace) -> Config:
+    return load(options.file, options.set)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longrein", description="Trains language-model agents in the harness they ship with."
+    )
+    parser.add_argument("--version", action="version", version=f"longrein {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: object, text: str, file: str | None) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=text)
+        one.set_defaults(command=command)
+        if file is not None:
+            one.add_argument("file", metavar="FILE", nargs=None if file == "needed" else "?", help="run file (TOML)")
+            one.add_argument(
+                "--set",
+                metavar="SECTION.KEY=VALUE",
+                action="append",
+                default=[],
+                help="set one option, over the run file; can be given again",
+            )
+        return one
+
+    one = add("train", train, "train as a run file says; starts gateway and controller with it", "needed")
+    one.add_argument("--resume", action="store_true", help="go on with a run that was started before")
+    one.add_argument("--overwrite", action="store_true", help="remove what a run of this name left, and start anew")
+    one = add("gateway", gateway, "run a gateway alone, in the foreground", "optional")
+    one.add_argument("--parent-pipe", type=int, help=argparse.SUPPRESS)
+    one = add("controller", controller, "run a controller alone, in the foreground", "optional")
+    one.add_argument("--parent-pipe", type=int, help=argparse.SUPPRESS)
+    one = add("config", config, "print the run file as it is resolved", "optional")
+    one.add_argument("--defaults", action="store_true", help="print every option with its default and its meaning")
+    one = add("report", report, "say what a run did: rewards, tokens, forks, times, failures", None)
+    one.add_argument("run", metavar="RUN", help="the run's folder")
+    one = add("compare", compare, "several runs in one table and picture", None)
+    one.add_argument("run", metavar="RUN", nargs="+", help="folders of runs")
+    one.add_argument("--out", metavar="PNG", default="compare.png", help="where the picture goes (%(default)s)")
+    one = add("serve", serve, "serve a checkpoint as an OpenAI-compatible endpoint", None)
+    one.add_argument("checkpoint", metavar="CHECKPOINT", help="model folder, such as RUN/checkpoints/step-000100")
+    one.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
