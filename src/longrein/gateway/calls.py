@@ -151,7 +151,6 @@ class TokenCalls:
         """Answer one model request of an attempt."""
         try:
             job = self._admit(await _body(http), DIALECTS[dialect], rollout, attempt_id, mode)
-            hold = self.gateway.gate.enter()
             if job.request.stream:
                 await self.gateway.gate.refuse_if_closed()
                 return StreamingResponse(
@@ -418,7 +417,7 @@ class TokenCalls:
             while True:
                 try:
                     event = await asyncio.wait_for(queue.get(), KEEP_ALIVE_SECONDS)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     yield KEEP_ALIVE
                     continue
                 if event is None:

@@ -1,0 +1,54 @@
+# make demo   set everything up and train a language model through a real harness
+# make test   set everything up and run the tests
+PYTHON ?= python3
+VENV ?= .venv
+# For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+SEEDS ?= 0 1 2
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo demo-seeds demo-tiny test lint format bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Longrein needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=python3.12 ...)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,gguf,examples,tensorboard,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/calculator/model.py
+	$(BIN)/longrein train examples/calculator/run.toml --overwrite
+
+demo-seeds: setup
+	$(BIN)/python examples/calculator/model.py
+	for seed in $(SEEDS); do $(BIN)/longrein train examples/calculator/run.toml --overwrite --set run.seed=$$seed --set run.name=calculator-seed-$$seed || exit 1; done
+	$(BIN)/longrein compare $(foreach seed,$(SEEDS),runs/calculator-seed-$(seed))
+
+demo-tiny: setup
+	$(BIN)/python examples/tiny/model.py
+	$(BIN)/longrein train examples/tiny/run.toml --overwrite
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python bench/decode.py
+	$(BIN)/python bench/train.py
+	$(BIN)/python bench/gateway.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
