@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longrein.gateway.conversation import History, Message, Plan, Recorded, ToolCall, plan_prompt, recall, same
+from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, recall
+from longrein.gateway.loading import load_text_model
+from longrein.gateway.messages import Message, ToolCall, same
 from longrein.gateway.parsing import HermesParser, ParserOptions, message_of
-from longrein.gateway.tokens import Rendered, TextModel, load_text_model
+from longrein.gateway.tokens import Rendered, TextModel
 from longrein.records import Call
 
 from .models import CONTROL, TEMPLATES, make_model_folder

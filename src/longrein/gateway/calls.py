@@ -22,13 +22,16 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from longrein.gateway.conversation import History, Message, Plan, Recorded, plan_prompt, recall
+from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, recall
 from longrein.gateway.dialects import KEEP_ALIVE, Answer, Choice, Dialect, DialectError, Request, chat, completions
 from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
-from longrein.gateway.engines.scripted import ScriptedEngine, reply_ids
+from longrein.gateway.engines.scripted import ScriptedEngine
+from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
+from longrein.gateway.loading import load_text_model
+from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta, ParserOptions, PlainParser, StopStrings, make_parser, message_of
-from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError, load_text_model
+from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError
 from longrein.records import Call, Mode, Rollout, now
 
 if TYPE_CHECKING:
@@ -142,7 +145,7 @@ class TokenCalls:
             script = load_function(warmup.teacher, run.folder, "warmup.teacher")
             return ScriptedEngine(script, self.model, name="teacher", certain=False)
         if warmup.teacher_url:
-            return _remote_teacher(self.gateway, self)
+            return remote_teacher(self.gateway.http, warmup, self.model)
         return None
 
     # The way of a request
@@ -570,36 +573,3 @@ def _text_prompt(
     messages = [*parent.conversation(), Message("prompt", text[characters:])]
     plan = Plan(parent, kept, characters, new_ids, text[characters:], parent, len(messages) - 1, None)
     return messages, plan, ""
-
-
-def _remote_teacher(gateway: Gateway, calls: TokenCalls) -> Engine:
-    """A stronger model behind an OpenAI-compatible endpoint; its message is written as the student's template would."""
-    import os
-
-    from longrein.gateway.engines.openai import complete
-
-    warmup = gateway.config.warmup
-    key = os.environ.get(warmup.teacher_key_env, "") if warmup.teacher_key_env else ""
-
-    async def ask(messages: list[Json], tools: list[Json]) -> list[int]:
-        wire = [Message.to_json(_wire(m)) for m in messages]
-        body: Json = {"model": warmup.teacher_model, "messages": wire}
-        if tools:
-            body["tools"] = tools
-        answer = await complete(gateway.http, warmup.teacher_url, warmup.teacher_model, key, body)
-        return reply_ids(calls.model, messages, tools, answer["choices"][0]["message"])
-
-    return ScriptedEngine(ask, calls.model, name="teacher", certain=False)
-
-
-def _wire(message: Json) -> Message:
-    """A template's message back as OpenAI's: arguments as JSON text."""
-    calls = [
-        {**c, "function": {**c["function"], "arguments": _text(c["function"]["arguments"])}}
-        for c in message.get("tool_calls", ())
-    ]
-    return Message.from_json({**message, "tool_calls": calls})
-
-
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()

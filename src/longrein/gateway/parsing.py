@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
-from longrein.gateway.conversation import Message, ToolCall
+from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
 Json = dict[str, Any]
@@ -59,6 +59,7 @@ class HermesParser:
     _pending: str = ""
     _state: str = "start"  # start, reasoning, content, call
     _calls: int = 0
+    _spoke: bool = False  # content has been emitted
 
     def __post_init__(self) -> None:
         if self.options.prompt_tail.rstrip().endswith(THINK):
@@ -106,7 +107,7 @@ class HermesParser:
         content, found, _ = self._pending.partition(CALL)
         if found:
             # One line break before a call is the template's, not the content's.
-            self._emit(out, content=content.removesuffix("\n") if content.strip() else "")
+            self._emit(out, content=content.removesuffix("\n") if self._spoke or content.strip() else "")
             self._pending, self._state = self._pending[len(content) :], "call"
             return
         hold = 0 if final else max(_overlap(self._pending, CALL), _trailing_space(self._pending))
@@ -138,6 +139,7 @@ class HermesParser:
             self._state = "content"
 
     def _emit(self, out: list[Delta], content: str = "", reasoning: str = "") -> None:
+        self._spoke = self._spoke or bool(content)
         if content or reasoning:
             out.append(Delta(content=content, reasoning=reasoning))
 
@@ -172,7 +174,10 @@ class RendererParser:
             self._ids, tools=list(self.options.tools) or None, prompt_ids=list(self.options.prompt_ids)
         )
         attempts = list(parsed.tool_calls or [])
-        broken = any(str(getattr(call.status, "value", call.status)).lower() != "ok" for call in attempts)
+        # invalid_json says that a value was read as text: that is still a call.
+        broken = any(
+            not call.name or call.status not in ("ok", "invalid_json") or call.arguments is None for call in attempts
+        )
         if broken or (attempts and not self.options.tools):
             return [Delta(content=self._text)] if self._text else []
         out = []
@@ -249,7 +254,13 @@ def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[Parse
     if name not in RENDERER_REGISTRY:
         known = ", ".join(sorted(RENDERER_REGISTRY))
         raise ConfigError(f"model.parser: {name!r} is no parser; known are auto, hermes, none, {known}")
-    renderer = create_renderer(RendererTokenizer(model, model_path), config_from_name(name))
+    try:
+        config: Any = config_from_name(name)
+        renderer = create_renderer(RendererTokenizer(model, model_path), config)
+    except Exception as error:
+        raise ConfigError(
+            f"model.parser: the {name} parser does not fit the tokenizer of {model_path}: {error}"
+        ) from None
     return lambda options: RendererParser(renderer, options)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from longrein.gateway.conversation import Message
+from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]

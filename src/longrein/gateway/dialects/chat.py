@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from longrein.gateway.conversation import Message, ToolCall
 from longrein.gateway.dialects import (
     DONE,
     Answer,
@@ -20,6 +19,7 @@ from longrein.gateway.dialects import (
     take_positive,
     take_stop,
 )
+from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]
@@ -146,14 +146,14 @@ def _content(content: Any, where: str) -> str:
     parts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("text", "refusal") and isinstance(part.get("text", part.get("refusal")), str):
-            parts.append(part.get("text", part.get("refusal")))
-        else:
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise DialectError(
                 400,
                 f"{where}.content[{i}]: {kind!r} content is not served by this model; send text",
                 param=f"{where}.content",
             )
+        parts.append(text)
     return "\n".join(parts)
 
 

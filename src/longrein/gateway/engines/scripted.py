@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longrein.gateway.conversation import Message, ToolCall
 from longrein.gateway.engines import Chunk, EngineError, Generate
+from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
 Json = dict[str, Any]
