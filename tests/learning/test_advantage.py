@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longrein.learning.advantage import dr_grpo, group_advantages, grpo, reinforce, rloo
+from longrein.learning.advantage import dr_grpo, group_advantages, grpo, reinforce, rloo, rollout_advantages
 
 rewards_of_a_group = st.lists(st.floats(-100, 100), min_size=2, max_size=16).map(np.array)
 
@@ -52,6 +52,12 @@ def test_the_reports_example_baseline_is_over_rollouts_and_not_over_samples():
     assert result.values == {"r1": 0.5, "r2": -0.5}
 
 
-def test_a_reward_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="rollout b: reward nan"):
+@given(st.floats(-10, 10), st.integers(2, 16))
+def test_equal_rewards_have_exactly_no_advantage(reward, count):
+    for method in ("grpo", "dr_grpo", "rloo"):
+        assert rollout_advantages([reward] * count, method).tolist() == [0.0] * count
+
+
+def test_a_reward_that_is_no_number_is_an_error():
+    with pytest.raises(ValueError, match="reward nan is not a finite number"):
         group_advantages({"a": 1.0, "b": float("nan")}, {"a": "g", "b": "g"}, "grpo")

@@ -6,7 +6,7 @@ counts as much as one with a single row. All of it is float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,14 +38,23 @@ def group_advantages(rewards: Mapping[str, float], groups: Mapping[str, str], me
     values: dict[str, float] = {}
     zero_variance = []
     for group_id, rollout_ids in members.items():
-        group = np.asarray([rewards[rollout_id] for rollout_id in rollout_ids], np.float64)
-        if not np.isfinite(group).all():
-            odd = rollout_ids[int(np.flatnonzero(~np.isfinite(group))[0])]
-            raise ValueError(f"rollout {odd}: reward {rewards[odd]} is not a finite number")
-        if np.ptp(group) == 0:
+        group = [rewards[rollout_id] for rollout_id in rollout_ids]
+        if len(set(group)) == 1:
             zero_variance.append(group_id)
-        values.update(zip(rollout_ids, _METHODS[method](group).tolist(), strict=True))
+        values.update(zip(rollout_ids, rollout_advantages(group, method).tolist(), strict=True))
     return Advantages(values, tuple(zero_variance))
+
+
+def rollout_advantages(rewards: Sequence[float], method: Method) -> np.ndarray:
+    """float64 [G]: the advantages of one group's rollouts, whose rewards are given in the same order.
+
+    Raises ValueError for a reward that is not finite.
+    """
+    group = np.asarray(rewards, np.float64)
+    odd = group[~np.isfinite(group)]
+    if len(odd):
+        raise ValueError(f"reward {odd[0]} is not a finite number")
+    return _METHODS[method](group)
 
 
 def grpo(rewards: np.ndarray) -> np.ndarray:
@@ -56,7 +65,7 @@ def grpo(rewards: np.ndarray) -> np.ndarray:
     """
     if len(rewards) < 2:
         return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
+    return _centred(rewards) / (rewards.std(ddof=1) + EPSILON)
 
 
 def dr_grpo(rewards: np.ndarray) -> np.ndarray:
@@ -65,7 +74,7 @@ def dr_grpo(rewards: np.ndarray) -> np.ndarray:
     The advantage of Dr. GRPO, "Understanding R1-Zero-Like Training" (arXiv 2503.20783). That paper also drops the
     division by a reply's length; how tokens are weighed is the batch's matter here, not the advantage's.
     """
-    return rewards - rewards.mean()
+    return _centred(rewards)
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
@@ -77,12 +86,17 @@ def rloo(rewards: np.ndarray) -> np.ndarray:
     count = len(rewards)
     if count < 2:
         return rewards.copy()
-    return (rewards - rewards.mean()) * (count / (count - 1))
+    return _centred(rewards) * (count / (count - 1))
 
 
 def reinforce(rewards: np.ndarray) -> np.ndarray:
     """[G] → [G]: the rewards themselves, no baseline (Williams 1992)."""
     return rewards.copy()
+
+
+def _centred(rewards: np.ndarray) -> np.ndarray:
+    """Rewards less their mean; exactly 0 when all are equal, whatever the mean was rounded to."""
+    return rewards - rewards.mean() if np.ptp(rewards) else np.zeros_like(rewards)
 
 
 _METHODS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce": reinforce}
