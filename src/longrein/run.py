@@ -141,7 +141,7 @@ def gateway(config: Config) -> None:
     """Serve the gateway until SIGINT or SIGTERM."""
     from longrein.gateway.serve import serve
 
-    serve(with_key(_absolute(config)))
+    asyncio.run(serve(with_key(_absolute(config))))
 
 
 def controller(config: Config) -> None:

@@ -1,0 +1,474 @@
+"""The gateway's routes: Agent Lightning's HTTP API, what goes beyond it in the same style, and the model's own paths."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longrein.gateway.access import Seat, hash_token, new_token
+from longrein.gateway.dialects import DialectError
+from longrein.gateway.engines.openai import disconnected
+from longrein.gateway.events import events_of
+from longrein.records import (
+    EndAttempt,
+    Event,
+    ModelEndpoint,
+    NewEvent,
+    NewRollout,
+    PauseRequest,
+    Rollout,
+    RolloutChange,
+    RolloutDetail,
+    RolloutState,
+    RolloutStatus,
+    StartedAttempt,
+    now,
+)
+from longrein.store import Conflict, NotFound, StoreError
+
+if TYPE_CHECKING:
+    from longrein.gateway.serve import Gateway
+
+T = TypeVar("T")
+
+#: Longest `wait` of a long poll, in seconds.
+LONGEST_WAIT = 600.0
+#: Ids become names of files and folders: no separators, nothing that climbs.
+_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,199}")
+_MODEL_PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai/v1"
+
+
+def create_app(gateway: Gateway) -> Starlette:
+    """The ASGI application that serves `gateway`."""
+    routes = [
+        Route("/", _alive),
+        Route("/healthz", _alive),
+        Route("/api/rollouts", _list_rollouts, methods=["GET"]),
+        Route("/api/rollouts", _add_rollouts, methods=["POST"]),
+        Route("/api/rollouts/terminal", _terminal),
+        Route("/api/rollouts/{rollout_id}", _get_rollout, methods=["GET"]),
+        Route("/api/rollouts/{rollout_id}", _change_rollout, methods=["PATCH"]),
+        Route("/api/rollouts/{rollout_id}", _delete_rollout, methods=["DELETE"]),
+        Route("/api/rollouts/{rollout_id}/attempts", _list_attempts, methods=["GET"]),
+        Route("/api/rollouts/{rollout_id}/attempts", _start_attempt, methods=["POST"]),
+        Route("/api/rollouts/{rollout_id}/attempts/{attempt_id}", _end_attempt, methods=["PATCH"]),
+        Route("/api/rollouts/{rollout_id}/calls", _calls),
+        Route("/api/rollouts/{rollout_id}/events", _events),
+        Route("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", _add_event, methods=["POST"]),
+        Route("/api/models", _list_models, methods=["GET"]),
+        Route("/api/models", _put_models, methods=["POST"]),
+        Route("/api/models", _clear_models, methods=["DELETE"]),
+        Route("/proxy/pause", _pause, methods=["POST"]),
+        Route("/proxy/resume", _resume, methods=["POST"]),
+        Route("/proxy/state", _gate_state),
+        *_model_routes(_MODEL_PREFIX, _seat_of_path),
+        *_model_routes("/v1", _seat_of_token),
+    ]
+    handlers: dict[Any, Any] = {
+        HTTPException: _http_error,
+        DialectError: _dialect_error,
+        NotFound: lambda request, error: _error(request, 404, str(error)),
+        Conflict: lambda request, error: _error(request, 409, str(error)),
+        StoreError: lambda request, error: _error(request, 503, str(error)),
+        Exception: lambda request, error: _error(
+            request, 500, f"the gateway failed: {type(error).__name__}; its log says where"
+        ),
+    }
+    limit = Middleware(_BodyLimit, largest=gateway.config.gateway.max_body_bytes)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[limit])
+    app.state.gateway = gateway
+    return app
+
+
+# --- Rollouts -------------------------------------------------------------------------------------------------------
+
+
+async def _alive(request: Request) -> Response:
+    return _answer({"status": "ok"})
+
+
+async def _add_rollouts(request: Request) -> Response:
+    gateway = _administered(request)
+    rollouts = [_rollout_of(new) for new in await _body(request, list[NewRollout])]
+    added = await gateway.store.add_rollouts(rollouts)
+    gateway.changes.tell()
+    return _answer(added, 201)
+
+
+def _rollout_of(new: NewRollout) -> Rollout:
+    time = now()
+    return Rollout(
+        rollout_id=_checked_id("rollout_id", new.rollout_id) if new.rollout_id is not None else uuid.uuid4().hex,
+        input=new.input,
+        is_train=new.is_train,
+        config=new.config,
+        metadata=new.metadata,
+        status=RolloutStatus(created_at=time, updated_at=time),
+        group_id=new.group_id,
+    )
+
+
+async def _list_rollouts(request: Request) -> Response:
+    gateway = _administered(request)
+    query = _query(request, {"state_in", "limit", "wait"})
+    names = request.query_params.getlist("state_in")
+    unknown = [name for name in names if name not in RolloutState.__members__]
+    if unknown:
+        raise HTTPException(
+            422, f"state_in: {unknown[0]!r} is no state; there are {', '.join(RolloutState.__members__)}"
+        )
+    states = [RolloutState(name) for name in names] or None
+    limit, wait = _whole(query, "limit", 500, least=1), _seconds(query)
+    return _answer(await _poll(request, wait, lambda: gateway.store.rollouts(states, limit), len))
+
+
+async def _terminal(request: Request) -> Response:
+    gateway = _administered(request)
+    query = _query(request, {"after", "limit", "wait"})
+    after, limit, wait = _whole(query, "after", 0, least=0), _whole(query, "limit", 1000, least=1), _seconds(query)
+    return _answer(
+        await _poll(request, wait, lambda: gateway.store.terminal(after, limit), lambda page: len(page.items))
+    )
+
+
+async def _get_rollout(request: Request) -> Response:
+    gateway = _administered(request)
+    rollout = _known_rollout(request)
+    return _answer(RolloutDetail(rollout, gateway.store.attempts_with_records(rollout.rollout_id)))
+
+
+async def _change_rollout(request: Request) -> Response:
+    gateway = _administered(request)
+    change = await _body(request, RolloutChange)
+    changed = await gateway.store.change_rollout(request.path_params["rollout_id"], change.status)
+    gateway.changes.tell()
+    return _answer(changed)
+
+
+async def _delete_rollout(request: Request) -> Response:
+    gateway = _administered(request)
+    await gateway.store.delete_rollout(request.path_params["rollout_id"])
+    gateway.changes.tell()
+    return Response(status_code=204)
+
+
+# --- Attempts, calls, events ----------------------------------------------------------------------------------------
+
+
+async def _start_attempt(request: Request) -> Response:
+    gateway = _administered(request)
+    token = new_token()
+    rollout, attempt = await gateway.store.start_attempt(request.path_params["rollout_id"], hash_token(token))
+    gateway.changes.tell()
+    return _answer(StartedAttempt(rollout, attempt, token), 201)
+
+
+async def _end_attempt(request: Request) -> Response:
+    gateway = _administered(request)
+    end = await _body(request, EndAttempt)
+    path = request.path_params
+    return _answer(await gateway.store.end_attempt(path["rollout_id"], path["attempt_id"], end))
+
+
+async def _list_attempts(request: Request) -> Response:
+    gateway = _administered(request)
+    return _answer(gateway.store.attempts(_known_rollout(request).rollout_id))
+
+
+async def _calls(request: Request) -> Response:
+    gateway = _administered(request)
+    attempt_id = _asked_attempt(request, _query(request, {"attempt"}))
+    return _answer(gateway.store.calls(request.path_params["rollout_id"], attempt_id))
+
+
+async def _events(request: Request) -> Response:
+    gateway = _administered(request)
+    query = _query(request, {"attempt", "event_type", "format"})
+    if query.get("format", "triplet") != "triplet":
+        raise HTTPException(422, f"format: {query['format']!r} is not known; leave it out or ask for triplet")
+    attempt_id = _asked_attempt(request, query)
+    events = events_of(
+        gateway.store,
+        request.path_params["rollout_id"],
+        attempt_id,
+        query.get("event_type"),
+        triplet="format" in query,
+    )
+    return _answer(events)
+
+
+def _asked_attempt(request: Request, query: dict[str, str]) -> str:
+    """The attempt that the query names, or the rollout's last one."""
+    rollout = _known_rollout(request)
+    store = _gateway(request).store
+    asked = query.get("attempt")
+    if asked is not None:
+        if store.attempt(rollout.rollout_id, asked) is None:
+            raise HTTPException(404, f"no attempt {asked} of rollout {rollout.rollout_id}")
+        return asked
+    if rollout.status.last_attempt_id is not None:
+        return rollout.status.last_attempt_id
+    attempts = store.attempts(rollout.rollout_id)
+    return attempts[-1].attempt_id if attempts else "0"
+
+
+async def _add_event(request: Request) -> Response:
+    gateway = _gateway(request)
+    gateway.access.caller(request.headers)  # 401 before anything is said of the body
+    new = await _body(request, NewEvent)
+    rollout_id, attempt_id = (
+        request.path_params["rollout_id"],
+        _checked_id("attempt", request.path_params["attempt_id"]),
+    )
+    gateway.access.post_event(request.headers, rollout_id, attempt_id, new.event_type)
+    if new.event_type == "reward":
+        new.data["value"] = _reward(new.data.get("value"))
+    event = Event(new.event_type, rollout_id, attempt_id, now(), new.data)
+    await gateway.store.add_event(event)
+    return _answer(event)
+
+
+def _reward(value: Any) -> float:
+    """A reward's value as a finite float; true is 1 and false is 0."""
+    if isinstance(value, (bool, int, float)):
+        with suppress(OverflowError):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    raise HTTPException(422, f"data.value: a reward has to be a finite number, true or false, got {value!r}")
+
+
+# --- Models and the gate --------------------------------------------------------------------------------------------
+
+
+async def _list_models(request: Request) -> Response:
+    return _answer(_administered(request).store.models())
+
+
+async def _put_models(request: Request) -> Response:
+    gateway = _administered(request)
+    return _answer(await gateway.store.put_models(await _body(request, list[ModelEndpoint])), 201)
+
+
+async def _clear_models(request: Request) -> Response:
+    await _administered(request).store.clear_models()
+    return _answer({"status": "ok"})
+
+
+async def _pause(request: Request) -> Response:
+    gateway = _administered(request)
+    pause = await _body(request, PauseRequest, empty=b"{}")
+    if not 0 <= pause.retry_after_seconds < math.inf:
+        raise HTTPException(422, f"retry_after_seconds: expected 0 or more, got {pause.retry_after_seconds}")
+    return _answer(gateway.gate.pause(pause))
+
+
+async def _resume(request: Request) -> Response:
+    return _answer(_administered(request).gate.resume())
+
+
+async def _gate_state(request: Request) -> Response:
+    return _answer(_administered(request).gate.state())
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+def _model_routes(prefix: str, seat_of: Callable[[Request], Seat]) -> list[Route]:
+    def asks(dialect: str) -> Callable[[Request], Awaitable[Response]]:
+        async def ask(request: Request) -> Response:
+            gateway = _gateway(request)
+            seat = seat_of(request)
+            if not seat.recorded:
+                await gateway.store.ensure_attempt(seat.rollout.rollout_id, seat.attempt_id)
+            return await gateway.answer(request, dialect, seat.rollout, seat.attempt_id, seat.mode)
+
+        return ask
+
+    async def models(request: Request) -> Response:
+        seat_of(request)
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "longrein"}
+            for name in _gateway(request).model_names()
+        ]
+        return _answer({"object": "list", "data": listed})
+
+    return [
+        Route(f"{prefix}/chat/completions", asks("chat"), methods=["POST"]),
+        Route(f"{prefix}/completions", asks("completions"), methods=["POST"]),
+        Route(f"{prefix}/models", models),
+    ]
+
+
+def _seat_of_path(request: Request) -> Seat:
+    path = request.path_params
+    if path["mode"] not in ("train", "val"):
+        raise HTTPException(404, f"no mode {path['mode']}; there are train and val")
+    attempt_id = _checked_id("attempt", path["attempt_id"])
+    return _gateway(request).access.call_model(request.headers, path["rollout_id"], attempt_id, path["mode"])
+
+
+def _seat_of_token(request: Request) -> Seat:
+    return _gateway(request).access.call_own_model(request.headers)
+
+
+# --- Reading requests -----------------------------------------------------------------------------------------------
+
+
+def _gateway(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def _administered(request: Request) -> Gateway:
+    """The gateway, if the request carries the run key."""
+    gateway = _gateway(request)
+    gateway.access.administer(request.headers)
+    return gateway
+
+
+def _known_rollout(request: Request) -> Rollout:
+    rollout_id = request.path_params["rollout_id"]
+    rollout = _gateway(request).store.rollout(rollout_id)
+    if rollout is None:
+        raise HTTPException(404, f"no rollout {rollout_id}")
+    return rollout
+
+
+def _checked_id(name: str, value: str) -> str:
+    if _ID.fullmatch(value) is None:
+        raise HTTPException(
+            422,
+            f"{name}: {value!r} cannot be an id; expected up to 200 letters, digits or _.:@+=~- with no . or - first",
+        )
+    return value
+
+
+async def _body(request: Request, kind: type[T], *, empty: bytes = b"") -> T:
+    """The request's JSON body as `kind`: 400 when it is not JSON, 422 when it is not of that form."""
+    content = await request.body() or empty
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise HTTPException(422, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        words = str(error) if "(byte " in str(error) else f"{error} (byte {len(content)})"
+        raise HTTPException(400, f"the body is not valid JSON: {words}") from None
+
+
+def _query(request: Request, known: Collection[str]) -> dict[str, str]:
+    query = dict(request.query_params)
+    for name in query:
+        if name not in known:
+            raise HTTPException(422, f"{name}: unknown query parameter; this path knows {', '.join(sorted(known))}")
+    return query
+
+
+def _whole(query: dict[str, str], name: str, default: int, *, least: int) -> int:
+    text = query.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or not least <= int(text) < 2**31:
+        raise HTTPException(422, f"{name}: expected a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _seconds(query: dict[str, str]) -> float:
+    text = query.get("wait", "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_WAIT:
+        raise HTTPException(422, f"wait: expected seconds from 0 to {LONGEST_WAIT:.0f}, got {text!r}")
+    return seconds
+
+
+async def _poll(request: Request, wait: float, read: Callable[[], T], full: Callable[[T], int]) -> T:
+    """What `read` gives as soon as it is `full`; what it gives after `wait` seconds, or when nobody waits any more."""
+    changes = _gateway(request).changes
+    end = asyncio.get_running_loop().time() + wait
+    gone = asyncio.ensure_future(disconnected(request.receive)) if wait else None
+    try:
+        while True:
+            change = changes.next()  # before reading: a change in between is not missed
+            value = read()
+            left = end - asyncio.get_running_loop().time()
+            if gone is None or full(value) or left <= 0 or gone.done() or changes.ended:
+                return value
+            waiting = asyncio.ensure_future(change.wait())
+            await asyncio.wait({waiting, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+    finally:
+        if gone is not None:
+            gone.cancel()
+
+
+class _BodyLimit:
+    """Refuses a request body of more than `largest` bytes with 413, before more than that is read."""
+
+    def __init__(self, app: ASGIApp, largest: int):
+        self._app, self._largest = app, largest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._largest:
+                raise self._too_large()
+            return message
+
+        async def refused() -> Message:
+            raise self._too_large()
+
+        too_long = length.isdigit() and int(length) > self._largest
+        await self._app(scope, refused if too_long else limited, send)
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body is larger than gateway.max_body_bytes = {self._largest}")
+
+
+# --- Answering ------------------------------------------------------------------------------------------------------
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def _answer(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error in the shape of its path: OpenAI's for the model's, `{"detail": …}` for all others."""
+    path = request.url.path
+    if path.startswith(("/v1/", "/proxy/rollout/")):
+        kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        body: Any = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    else:
+        body = {"detail": message}
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return _error(request, error.status_code, error.detail, dict(error.headers or {}))
+
+
+async def _dialect_error(request: Request, error: DialectError) -> Response:
+    return Response(msgspec.json.encode(error.body()), error.status, error.headers, media_type="application/json")

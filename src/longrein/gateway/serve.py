@@ -1,0 +1,241 @@
+"""Building a gateway from a configuration, and serving it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import msgspec
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+
+from longrein.config import Config, ConfigError
+from longrein.gateway.access import Access
+from longrein.gateway.app import create_app
+from longrein.gateway.gate import Gate
+from longrein.records import Mode, Rollout
+from longrein.store import Store, store_url
+
+log = logging.getLogger("longrein.gateway")
+
+#: Seconds that requests in flight get to end after SIGTERM; then they are cancelled, and recorded as abandoned.
+SHUTDOWN_SECONDS = 5
+
+
+class Calls(Protocol):
+    """What answers model requests: token by token, or by an endpoint's answers."""
+
+    async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response: ...
+
+
+class Changes:
+    """Wakes the long polls when a rollout changes. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+        self.ended = False
+        """Whether nothing shall be waited for any more."""
+
+    def next(self) -> asyncio.Event:
+        """Is set at the next change."""
+        return self._next
+
+    def tell(self) -> None:
+        """Something has changed."""
+        changed, self._next = self._next, asyncio.Event()
+        changed.set()
+
+    def end(self) -> None:
+        """Let all who wait go."""
+        self.ended = True
+        self.tell()
+
+
+@dataclass
+class Gateway:
+    """What the routes share. Made by `open_gateway`."""
+
+    config: Config
+    store: Store
+    gate: Gate
+    access: Access
+    http: httpx.AsyncClient
+    """For engines and endpoints; without a limit of connections or of the time an answer takes."""
+    changes: Changes = field(default_factory=Changes)
+    calls: Calls = field(init=False)
+
+    async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
+        """Answer one model request of an attempt."""
+        return await self.calls.answer(http, dialect, rollout, attempt_id, mode)
+
+    def model_names(self) -> list[str]:
+        """The models that a harness may ask for."""
+        config = self.config
+        if _by_tokens(config) or config.engine.url:
+            return [config.model.name]
+        return list(dict.fromkeys(model.model for model in self.store.models()))
+
+    async def close(self) -> None:
+        """Let go of the connections and the store."""
+        await self.http.aclose()
+        self.store.close()
+
+
+def open_gateway(config: Config) -> Gateway:
+    """Build a gateway; its store is made where it is missing. Call it inside the event loop that will serve it.
+
+    Raises ConfigError without a run key, StoreError when the store cannot be opened, and what a model folder or a
+    scripted engine that cannot be used raises.
+    """
+    key = _run_key(config)
+    if not config.store.url:
+        config.run.path.mkdir(parents=True, exist_ok=True)
+    store = Store.open(store_url(config), fsync=config.store.fsync)
+    try:
+        gateway = Gateway(
+            config=config,
+            store=store,
+            gate=Gate(config.gate.on_pause, config.gate.hold_seconds),
+            access=Access(key, store, config.reward.from_),
+            http=httpx.AsyncClient(
+                timeout=httpx.Timeout(None, connect=10.0),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+                # A proxy for the outside world is none for engines on this machine.
+                mounts={"all://127.0.0.1": None, "all://localhost": None, "all://[::1]": None},
+            ),
+        )
+        if _by_tokens(config):
+            from longrein.gateway.calls import TokenCalls
+
+            gateway.calls = TokenCalls(gateway)
+        else:
+            from longrein.gateway.engines.openai import Passthrough
+
+            gateway.calls = Passthrough(gateway)
+    except BaseException:
+        store.close()
+        raise
+    return gateway
+
+
+def _by_tokens(config: Config) -> bool:
+    return bool(config.model.path) or config.engine.kind == "scripted"
+
+
+def _run_key(config: Config) -> str:
+    if config.gateway.key:
+        return config.gateway.key
+    if not config.gateway.key_file:
+        raise ConfigError("gateway.key: the gateway needs a run key; set gateway.key or gateway.key_file")
+    try:
+        key = Path(config.gateway.key_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"gateway.key_file: cannot be read: {error}") from None
+    if not key:
+        raise ConfigError(f"gateway.key_file: {config.gateway.key_file} is empty")
+    return key
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Once requests are taken, the URL is printed and `gateway.json` (`{"url", "pid"}`) stands in the run's folder, if
+    there is one; it is removed at the end. Raises what `open_gateway` raises, and ConfigError when the address is
+    taken or a gateway of the same run is serving already.
+    """
+    note = config.run.path / "gateway.json"
+    _refuse_second(note)
+    listener = _listen(config.gateway.host, config.gateway.port)
+    host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    gateway = open_gateway(config)
+    server = GatewayServer(gateway, url, note if note.parent.is_dir() else None)
+    try:
+        with _signals_end(server):
+            await server.serve(sockets=[listener])
+    finally:
+        await gateway.close()
+        if note.is_file() and msgspec.json.decode(note.read_bytes())["pid"] == os.getpid():
+            note.unlink()
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn, which says when it takes requests and lets go of those that only wait when it is to end."""
+
+    def __init__(self, gateway: Gateway, url: str, note: Path | None):
+        super().__init__(
+            uvicorn.Config(
+                create_app(gateway),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+                timeout_keep_alive=75,
+                server_header=False,
+            )
+        )
+        self._gateway, self._url, self._note = gateway, url, note
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `serve` handles them: uvicorn's own handlers raise the signal again, before anything is closed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._note is not None:
+            part = self._note.with_suffix(".part")
+            part.write_bytes(msgspec.json.encode({"url": self._url, "pid": os.getpid()}))
+            part.replace(self._note)
+        print(f"longrein gateway: {self._url}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gateway.changes.end()
+        self._gateway.gate.close()
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def _signals_end(server: uvicorn.Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    handled: list[int] = []
+    with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread: somebody else handles them
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error}") from None
+
+
+def _refuse_second(note: Path) -> None:
+    """Two gateways of one run would both write its record."""
+    if not note.is_file():
+        return
+    with suppress(httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, KeyError, TypeError):
+        known = msgspec.json.decode(note.read_bytes())
+        httpx.get(f"{known['url']}/healthz", timeout=2.0, trust_env=False)
+        raise ConfigError(
+            f"run.name: a gateway of this run serves already at {known['url']} (process {known['pid']}); end it, or "
+            "choose another run.name"
+        )
