@@ -68,6 +68,7 @@ class Collector:
         self._fetching = asyncio.Semaphore(FETCHES)
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
+        self._closing = False
 
     @property
     def open(self) -> int:
@@ -86,6 +87,7 @@ class Collector:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closing = True  # a cancellation can be lost in a library below; the poll then ends after its answer
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -137,7 +139,7 @@ class Collector:
             self._open.clear()
 
     async def _poll(self) -> None:
-        while True:
+        while not self._closing:
             page = await self._client.terminal(self._after, limit=1000, wait=POLL_SECONDS)
             self._after = page.next_after
             for item in page.items:
