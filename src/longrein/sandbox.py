@@ -6,13 +6,12 @@ A grader uses `run` for whatever must execute an agent's code:
     done = run(["python3", "-m", "pytest", "-q", "tests"], workspace, overlay=HIDDEN_TESTS)
     return float(done.exit_code == 0)
 
-Isolation is bubblewrap's when it is installed, otherwise that of the same Linux namespaces through util-linux'
-`unshare`. Without either `run` raises: it never runs anything unprotected.
+Isolation is bubblewrap's when it is installed, otherwise that of the same Linux namespaces through `unshare` (both want
+util-linux' other programs too). Without either `run` raises: it never runs anything unprotected.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import resource
@@ -32,7 +31,6 @@ MOST_FILES = 20_000
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS = ("/etc/ssl", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
-_PR_SET_PDEATHSIG = 1
 
 
 class SandboxError(Exception):
@@ -88,14 +86,13 @@ def run(
         inside = {"PATH": _path(), "HOME": "/home/agent", "LANG": "C.UTF-8", **(environment or {})}
         with (folder / "stdout").open("w+b") as stdout, (folder / "stderr").open("w+b") as stderr:
             process = subprocess.Popen(
-                [*wrap(work, root), *command],
+                [*_bounds(limits), *wrap(work, root), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 env=inside,
                 cwd="/",
                 start_new_session=True,
-                preexec_fn=functools.partial(_enter, limits),
             )
             timed_out = False
             try:
@@ -169,19 +166,21 @@ def lay_over(overlay: Path, work: Path) -> None:
             shutil.copy(Path(folder) / name, place)
 
 
-def _enter(limits: Limits) -> None:
-    for kind, value in (
-        (resource.RLIMIT_CPU, limits.cpu_seconds),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_CORE, 0),
+def _bounds(limits: Limits) -> list[str]:
+    """The command prefix that sets the limits, and kills the sandbox with the process that started it."""
+    options = []
+    for name, kind, value in (
+        ("cpu", resource.RLIMIT_CPU, limits.cpu_seconds),
+        ("fsize", resource.RLIMIT_FSIZE, limits.file_bytes),
+        ("nofile", resource.RLIMIT_NOFILE, limits.open_files),
+        ("as", resource.RLIMIT_AS, limits.memory_bytes),
+        ("core", resource.RLIMIT_CORE, 0),
     ):
         if value is not None:
             hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (value, value))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            options.append(f"--{name}={most}:{most}")
+    return ["setpriv", "--pdeathsig", "KILL", "prlimit", *options, "--"]
 
 
 def _output(stream: IO[bytes], most: int) -> str:
@@ -217,7 +216,7 @@ def _isolation() -> Callable[[Path, Path], list[str]]:
             work.mkdir()
             root.mkdir()
             probe = subprocess.run(
-                [*wrap(work, root), "true"], capture_output=True, text=True, cwd="/", env={"PATH": _path()}, check=False
+                [*_bounds(Limits()), *wrap(work, root), "true"], capture_output=True, text=True, cwd="/", env={"PATH": _path()}, check=False
             )
         if probe.returncode == 0:
             return wrap
@@ -239,7 +238,7 @@ def _bubblewrap(work: Path, root: Path) -> list[str]:
         *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"),
         *("--tmpfs", "/tmp", "--dir", "/home/agent"),
         *binds,
-        *("--proc", "/proc", "--dev", "/dev", "--bind", str(work), "/work", "--chdir", "/work"),
+        *("--proc", "/proc", "--dev", "/dev", "--bind", str(work), "/work", "--remount-ro", "/", "--chdir", "/work"),
         "--",
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class FakeClient(Client):
             raise ApiError(404, f"no rollout {rollout_id}")
         return self.store[rollout_id]
 
-    async def add_rollouts(self, rollouts: list[NewRollout]) -> list[Rollout]:
+    async def add_rollouts(self, rollouts: Sequence[NewRollout]) -> list[Rollout]:
         made = [
             Rollout(new.rollout_id or f"r{len(self.store)}", new.input, new.is_train, new.config) for new in rollouts
         ]
@@ -103,9 +103,9 @@ class FakeClient(Client):
         await self._notify()
         return StartedAttempt(rollout, attempt, f"lr-at-{rollout_id}-{attempt.attempt_id}")
 
-    async def end_attempt(self, rollout_id: str, attempt: str, end: EndAttempt) -> Attempt:
+    async def end_attempt(self, rollout_id: str, attempt_id: str, end: EndAttempt) -> Attempt:
         await self._enter("end_attempt")
-        record = self.tries[rollout_id][int(attempt)]
+        record = self.tries[rollout_id][int(attempt_id)]
         if record.ended_at is not None:
             raise ApiError(409, "ended")
         record.ended_at = time.time()
@@ -122,19 +122,22 @@ class FakeClient(Client):
         await self._enter("attempts")
         return self.tries[rollout_id]
 
-    async def calls(self, rollout_id: str, attempt: str | None = None) -> list[Call]:
+    async def calls(self, rollout_id: str, attempt_id: str | None = None) -> list[Call]:
         await self._enter("calls")
-        return self.recorded.get((rollout_id, attempt or "0"), [])
+        return self.recorded.get((rollout_id, attempt_id or "0"), [])
 
-    async def events(self, rollout_id: str, attempt: str | None = None, event_type: str | None = None) -> list[Event]:
+    async def events(self, rollout_id: str, attempt_id: str | None = None, event_type: str | None = None) -> list[Event]:
         await self._enter("events")
-        return [e for e in self.posted.get((rollout_id, attempt or "0"), []) if event_type in (None, e.event_type)]
+        return [e for e in self.posted.get((rollout_id, attempt_id or "0"), []) if event_type in (None, e.event_type)]
 
-    async def add_event(self, rollout_id: str, attempt: str, event: NewEvent) -> Event:
+    async def add_event(self, rollout_id: str, attempt_id: str, event: NewEvent) -> Event:
         await self._enter("add_event")
-        made = Event(event.event_type, rollout_id, attempt, time.time(), event.data)
-        self.posted.setdefault((rollout_id, attempt), []).append(made)
+        made = Event(event.event_type, rollout_id, attempt_id, time.time(), event.data)
+        self.posted.setdefault((rollout_id, attempt_id), []).append(made)
         return made
+
+    async def health(self) -> bool:
+        return self.broken("health") is None
 
     async def gate(self) -> GateState:
         await self._enter("gate")

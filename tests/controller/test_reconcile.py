@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -221,7 +220,7 @@ async def test_a_gateway_that_goes_away_and_comes_back(tmp_path: Path, monkeypat
 
     def broken(method: str) -> Exception | None:
         failures[method] = failures.get(method, 0) - 1
-        error = httpx.ConnectError("refused") if failures[method] % 2 else ApiError(503, "starting")
+        error = ApiError(0, "refused") if failures[method] % 2 else ApiError(503, "starting")
         return error if failures[method] >= 0 else None
 
     client.broken = broken

@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -120,34 +121,38 @@ class Graders:
 
         Raises `GradeError` when it raises, takes too long, dies, or returns no finite number.
         """
+        folder = Path(tempfile.mkdtemp(prefix="longrein-grade-"))
+        try:
+            await asyncio.to_thread(_copy, workspace, folder / "workspace")
+            arguments = [task, transcript, str(folder / "workspace"), exit_status]
+            answer = await self._ask({"label": label, "arguments": arguments})
+        except SandboxError as error:
+            raise GradeError(str(error)) from None
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if "error" in answer:
+            raise self._error(answer["error"])
+        return Grade(answer["reward"], answer["metrics"])
+
+    async def _ask(self, request: Json) -> Json:
         worker = await self._free.get()
         whole = False
         try:
             worker = worker or await self._start()
-            with tempfile.TemporaryDirectory(prefix="longrein-grade-") as folder:
-                copy = Path(folder) / "workspace"
-                await asyncio.to_thread(_copy, workspace, copy)
-                arguments = [task, transcript, str(copy), exit_status]
-                async with asyncio.timeout(self._reward.timeout_seconds):
-                    answer = await worker.ask({"label": label, "arguments": arguments})
-                whole = True
-        except TimeoutError:
-            raise self._error(
-                f"took over {self._reward.timeout_seconds:g} s for {label} (reward.timeout_seconds)"
-            ) from None
-        except (EOFError, OSError):
-            raise self._error(f"ended its process while grading {label}") from None
-        except SandboxError as error:
+            async with asyncio.timeout(self._reward.timeout_seconds):
+                answer = await worker.ask(request)
             whole = True
-            raise GradeError(str(error)) from None
+            return answer
+        except TimeoutError:
+            limit = f"{self._reward.timeout_seconds:g} s"
+            raise self._error(f"took over {limit} for {request['label']} (reward.timeout_seconds)") from None
+        except EOFError:
+            raise self._error(f"ended its process while grading {request['label']}") from None
         finally:
             if worker is not None and not whole:
                 await asyncio.shield(worker.kill())
                 worker = None
             self._free.put_nowait(worker)
-        if "error" in answer:
-            raise self._error(answer["error"])
-        return Grade(answer["reward"], answer["metrics"])
 
     def _error(self, what: str) -> GradeError:
         return GradeError(f"reward.function {self._reward.function} {what}; its log is {self._log}")
@@ -175,10 +180,13 @@ class Graders:
 
 
 def _copy(workspace: Path, copy: Path) -> None:
-    if workspace.is_dir():
-        copy_tree(workspace, copy)
-    else:
+    if not workspace.is_dir():
         copy.mkdir()
+        return
+    try:
+        copy_tree(workspace, copy)
+    except OSError as error:
+        raise SandboxError(f"the agent's working directory cannot be copied for the grader: {error}") from None
 
 
 class _Worker:
@@ -226,7 +234,7 @@ class _Worker:
 
     async def hear(self) -> Json:
         line = await self._reader.readline()
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n"):  # the process is gone, its pipe with it
             raise EOFError
         return json.loads(line)
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import httpx
-
 from longrein.client import ApiError, Client
 from longrein.config import Config
 from longrein.controller.grading import GradeError, Graders, posted_grade
@@ -58,8 +56,7 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 15.0
 GRADE_WORKERS = 4
 
-#: The gateway cannot be reached, or broke: worth asking again.
-_AWAY = (httpx.TransportError, OSError)
+STOP_SECONDS = 5.0  # longest wait for the gateway once the controller is to stop
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ async def run_controller(
     require_local_processes()
     run = config.run.path
     launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
-    folder = Path(config.run.folder or ".").resolve()
+    folder = Path(os.path.abspath(config.run.folder or "."))
     workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
     log = run / "logs" / "grader.log"
     async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
@@ -140,8 +137,7 @@ async def run_controller(
         helpers = [asyncio.create_task(_wake_at_stop(controller)), asyncio.create_task(_watch_gateway(controller))]
         helpers.append(asyncio.create_task(_warm(controller, launcher)))
         try:
-            with contextlib.suppress(*_AWAY):  # raised only once the controller is to stop
-                await _take_up(controller)
+            await _take_up(controller)
             await _take(controller)
             await _finish_all(controller)
         finally:
@@ -164,8 +160,8 @@ async def _take(controller: _Controller) -> None:
         poll = controller.client.rollouts([RolloutState.queuing], limit=max(1, limit), wait=POLL_SECONDS)
         try:
             queued = await _or_stop(controller, poll)
-        except (ApiError, *_AWAY) as error:
-            controller.away_at = time.monotonic()
+        except ApiError as error:
+            _note_away(controller, error)
             logger.warning("the gateway does not give queued rollouts (%s); asking again in %.1f s", error, pause)
             await _or_stop(controller, asyncio.sleep(pause))
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -180,8 +176,13 @@ async def _take(controller: _Controller) -> None:
 
 async def _take_up(controller: _Controller) -> None:
     """Go on with rollouts that an earlier controller left running: their open attempts were lost with it."""
-    running = await _insist(controller, lambda: controller.client.rollouts([RolloutState.running], limit=1000))
-    for rollout in running or []:
+    try:
+        running = await _insist(controller, lambda: controller.client.rollouts([RolloutState.running], limit=1000))
+    except ApiError:
+        if controller.stop.is_set():
+            return
+        raise
+    for rollout in running:
         tried = await _abandon(controller, rollout.rollout_id)
         if tried >= controller.config.agent.max_attempts:
             await _fail(controller, rollout.rollout_id, "its controller ended before it did")
@@ -193,11 +194,11 @@ async def _take_up(controller: _Controller) -> None:
 async def _abandon(controller: _Controller, rollout_id: str) -> int:
     """End attempts of a rollout that nobody runs; how many attempts it had."""
     attempts = await _insist(controller, lambda: controller.client.attempts(rollout_id))
-    for attempt in attempts or []:
+    for attempt in attempts:
         if attempt.ended_at is None:
             end = EndAttempt(Outcome.infrastructure_failed, reason="its controller is gone")
             await _end_attempt(controller, rollout_id, attempt.attempt_id, end)
-    return len(attempts or [])
+    return len(attempts)
 
 
 async def _begin(controller: _Controller, rollout_id: str, tried: int) -> None:
@@ -211,11 +212,9 @@ async def _guarded(controller: _Controller, rollout_id: str, tried: int) -> None
     except ApiError as error:  # it was deleted, or finished by somebody else, while it was run here
         logger.warning("rollout %s is given up: %s", rollout_id, error)
         await _or_stop(controller, asyncio.sleep(LONGEST_PAUSE))  # the queue may list it for ever
-    except _AWAY as error:
-        logger.warning("rollout %s is given up, the gateway is away: %s", rollout_id, error)
     except Exception as error:
         logger.exception("rollout %s failed in the controller", rollout_id)
-        with contextlib.suppress(ApiError, *_AWAY):
+        with contextlib.suppress(ApiError):
             await _fail(controller, rollout_id, f"the controller failed: {type(error).__name__}: {error}")
     finally:
         del controller.tasks[rollout_id]
@@ -241,18 +240,7 @@ async def _rollout(controller: _Controller, rollout_id: str, tried: int) -> None
             ended = await run_agent(controller.site, started, controller.stop)
         await controller.changed(grading=1)
         try:
-            calls = await _insist(controller, lambda: controller.client.calls(rollout_id, started.attempt.attempt_id))
-            ended = await _blame(controller, ended, calls, began)
-            end = EndAttempt(ended.outcome, ended.exit_code, ended.reason, ended.usage)
-            await _end_attempt(controller, rollout_id, started.attempt.attempt_id, end)
-            _tell(controller, "ended", started)
-            if ended.outcome is not Outcome.infrastructure_failed:
-                await _settle(controller, started, ended, calls)
-                _tell(controller, "finished", started)
-                return
-            logger.warning("attempt %s of rollout %s: %s", started.attempt.attempt_id, rollout_id, ended.reason)
-            if ended.final or tried >= controller.config.agent.max_attempts:
-                await _fail(controller, rollout_id, ended.reason or "infrastructure failure")
+            if await _conclude(controller, started, ended, began, last=tried >= controller.config.agent.max_attempts):
                 _tell(controller, "finished", started)
                 return
         finally:
@@ -262,6 +250,26 @@ async def _rollout(controller: _Controller, rollout_id: str, tried: int) -> None
         await controller.changed(waiting=1)
     if tried:
         await _fail(controller, rollout_id, STOPPED)
+
+
+async def _conclude(
+    controller: _Controller, started: StartedAttempt, ended: Ended, began: float, *, last: bool
+) -> bool:
+    """End an attempt whose agent has ended, and finish its rollout unless another attempt is due; whether it did."""
+    rollout_id, attempt_id = started.rollout.rollout_id, started.attempt.attempt_id
+    calls = await _insist(controller, lambda: controller.client.calls(rollout_id, attempt_id))
+    ended = _blame(controller, ended, calls, began)
+    end = EndAttempt(ended.outcome, ended.exit_code, ended.reason, ended.usage)
+    await _end_attempt(controller, rollout_id, attempt_id, end)
+    _tell(controller, "ended", started)
+    if ended.outcome is not Outcome.infrastructure_failed:
+        await _settle(controller, started, ended, calls)
+        return True
+    logger.warning("attempt %s of rollout %s: %s", attempt_id, rollout_id, ended.reason)
+    if last or ended.final:
+        await _fail(controller, rollout_id, ended.reason or "infrastructure failure")
+        return True
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -285,10 +293,9 @@ async def _start_attempt(controller: _Controller, rollout_id: str) -> StartedAtt
             started = await controller.client.start_attempt(rollout_id)
             await controller.changed()
             return started
-        except (ApiError, *_AWAY) as error:
-            if isinstance(error, ApiError) and error.status < 500:
+        except ApiError as error:
+            if not _note_away(controller, error):
                 raise
-            controller.away_at = time.monotonic()
             logger.warning("the gateway is away (%s); starting rollout %s again in %.1f s", error, rollout_id, pause)
         await _or_stop(controller, asyncio.sleep(pause))
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -296,7 +303,7 @@ async def _start_attempt(controller: _Controller, rollout_id: str) -> StartedAtt
     return None
 
 
-async def _blame(controller: _Controller, ended: Ended, calls: Sequence[Call], began: float) -> Ended:
+def _blame(controller: _Controller, ended: Ended, calls: Sequence[Call], began: float) -> Ended:
     """Find the infrastructure behind an agent's end: an engine that failed its last call, a gateway that was away."""
     if ended.outcome is Outcome.infrastructure_failed:
         return ended
@@ -380,15 +387,24 @@ async def _insist(controller: _Controller, ask: Callable[[], Awaitable[T]]) -> T
     pause = FIRST_PAUSE
     while True:
         try:
-            return await ask()
-        except (ApiError, *_AWAY) as error:
-            broken = not isinstance(error, ApiError) or error.status >= 500
-            if not broken or controller.stop.is_set():
+            answer = await _or_stop(controller, ask(), late=STOP_SECONDS)
+            if answer is None:  # which no request answers
+                raise ApiError(0, f"{STOPPED} before the gateway answered")
+            return answer
+        except ApiError as error:
+            if not _note_away(controller, error) or controller.stop.is_set():
                 raise
-            controller.away_at = time.monotonic()
             logger.warning("the gateway is away (%s); asking again in %.1f s", error, pause)
         await _or_stop(controller, asyncio.sleep(pause))
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _note_away(controller: _Controller, error: ApiError) -> bool:
+    """Whether an error says that the gateway cannot be reached or is broken; remembers when."""
+    away = error.status == 0 or error.status >= 500
+    if away:
+        controller.away_at = time.monotonic()
+    return away
 
 
 async def _or_stop(controller: _Controller, work: Awaitable[T], late: float = 0.0) -> T | None:
@@ -432,10 +448,11 @@ async def _watch_gateway(controller: _Controller) -> None:
         await controller.until(lambda: controller.running > 0)
         began = time.monotonic()
         try:
+            if not await controller.client.health():  # which does not wait for the gateway to come back
+                raise ApiError(0, "no answer")
             still = (await controller.client.gate()).paused
-        except (ApiError, *_AWAY):
-            still = True
-            controller.away_at = time.monotonic()
+        except ApiError as error:
+            still = _note_away(controller, error)
         await asyncio.sleep(GATE_SECONDS)
         if still:
             controller.held += time.monotonic() - began

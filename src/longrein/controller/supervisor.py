@@ -21,6 +21,7 @@ send `{"end": grace_seconds}`: SIGTERM to all processes of the attempt, SIGKILL 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -124,10 +125,9 @@ def unfit_to_fork(sockets_before: set[int]) -> str | None:
 def native_threads() -> list[str]:
     try:
         ids = os.listdir("/proc/self/task")
-        names = [open(f"/proc/self/task/{i}/comm").read().strip() for i in ids if int(i) != os.getpid()]
     except OSError:
         return []
-    return [f"native thread {name!r}" for name in names]
+    return [f"native thread {i}" for i in ids if int(i) != os.getpid()]
 
 
 def open_sockets() -> set[int]:
@@ -284,10 +284,9 @@ def reap() -> list[tuple[int, int]]:
 
 
 def kill(pid: int, number: int) -> None:
-    try:
+    # Gone, or another user's: the kernel refuses what this process may not do.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass  # gone, or another user's: the kernel refuses what this process may not do
 
 
 def become_subreaper() -> None:
@@ -426,10 +425,8 @@ def flush_output() -> None:
 
 
 def send(channel: socket.socket, message: dict) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the controller is gone, which the reader's loop sees too
         channel.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        pass  # the controller is gone, which ends the reader's loop
 
 
 if __name__ == "__main__":
