@@ -72,7 +72,7 @@ class Children:
         for child in reversed(self._children):
             await child.stop(self._stop_seconds)
 
-    async def start(self, name: str, arguments: Sequence[str], log: Path) -> None:
+    async def start(self, name: str, arguments: Sequence[str], log: Path) -> Child:
         """Start `longrein NAME ARGUMENTS…` with its output in `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -91,7 +91,9 @@ class Children:
             raise
         finally:
             os.close(reading)
-        self._children.append(Child(name, process, log, writing))
+        child = Child(name, process, log, writing)
+        self._children.append(child)
+        return child
 
     async def guard(self, work: Awaitable[T]) -> T:
         """Wait for `work`. When a child ends before, `work` is cancelled and `ChildFailed` raised."""

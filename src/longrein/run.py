@@ -15,14 +15,14 @@ import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from longrein.client import Client
 from longrein.config import Config, ConfigError, Lora, Store, Warmup, load, resolved_toml
-from longrein.processes import ChildFailed, Children
-from longrein.records import NewRollout
+from longrein.processes import Child, ChildFailed, Children
+from longrein.records import Json, NewRollout
 
 if TYPE_CHECKING:
     from longrein.trainer.loop import Data
@@ -63,6 +63,7 @@ def prepare(config: Config, *, resume: bool = False, overwrite: bool = False) ->
     folder = config.run.path
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite: give one of them")
+    _lock(folder)
     started = (folder / "metrics.jsonl").exists()
     if started and overwrite:
         _clear(folder, keep_record=bool(config.gateway.url))
@@ -77,6 +78,23 @@ def prepare(config: Config, *, resume: bool = False, overwrite: bool = False) ->
     file = folder / "config.toml"
     file.write_text(resolved_toml(config), encoding="utf-8")
     return Prepared(config, file, checkpoint.latest(folder) if resume else None)
+
+
+_LOCKS: list[IO[bytes]] = []  # held until this process ends
+
+
+def _lock(folder: Path) -> None:
+    """Keep a second trainer out of the run's folder for as long as this process lives."""
+    import fcntl  # not on Windows, where no run is started
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"{folder}: a run is going on there; choose another name (--set run.name=NAME)") from None
+    _LOCKS.append(file)
 
 
 def _absolute(config: Config) -> Config:
@@ -97,6 +115,8 @@ def with_key(config: Config) -> Config:
 
     The key is always in a file that only its owner can read (`gateway.key_file`), by which other processes get it.
     """
+    if config.gateway.key and config.gateway.key_file:
+        raise ConfigError("gateway.key: give gateway.key or gateway.key_file, not both")
     key, file = config.gateway.key, Path(config.gateway.key_file or config.run.path / "key")
     if not key and file.exists():
         key = file.read_text(encoding="utf-8").strip()
@@ -124,14 +144,21 @@ def gateway_url(config: Config) -> str:
     """Address of the gateway: `gateway.url`, or that of the run's own as it wrote it down. Raises `ConfigError`."""
     if config.gateway.url:
         return config.gateway.url
-    file = config.run.path / "gateway.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict)["url"]
-    except FileNotFoundError:
+    note = _gateway_note(config)
+    if not note:
         raise ConfigError(
-            f"gateway.url: no gateway is named and none of this run is running ({file} does not exist); start "
-            "`longrein gateway` first or set gateway.url"
-        ) from None
+            f"gateway.url: no gateway is named and none of this run is running (there is no "
+            f"{config.run.path / 'gateway.json'}); start `longrein gateway` first or set gateway.url"
+        )
+    return note["url"]
+
+
+def _gateway_note(config: Config) -> Json:
+    """What the run's gateway wrote about itself: `{"url", "pid"}`; empty when none runs."""
+    try:
+        return msgspec.json.decode((config.run.path / "gateway.json").read_bytes(), type=dict)
+    except FileNotFoundError:
+        return {}
 
 
 # --- Commands -----------------------------------------------------------------------------------------------------
@@ -195,7 +222,6 @@ async def _train(prepared: Prepared, data: Data) -> None:
                 student = await children.guard(loading)
             async with Client(url, config.gateway.key) as client:
                 if not config.gateway.url:
-                    await client.clear_models()  # those of a process that is gone
                     await fail_leftovers(client)
                 if config.agent.controller == "start":
                     await _start_child(children, "controller", prepared, url)
@@ -209,12 +235,12 @@ async def _train(prepared: Prepared, data: Data) -> None:
 async def _start_gateway(children: Children, prepared: Prepared) -> str:
     """Start a gateway unless the configuration names one; its address, once it answers."""
     config = prepared.config
+    pid = None
     if not config.gateway.url:
-        (config.run.path / "gateway.json").unlink(missing_ok=True)
-        await _start_child(children, "gateway", prepared, "")
+        pid = (await _start_child(children, "gateway", prepared, "")).process.pid
 
     async def answers() -> str:
-        while not config.gateway.url and not (config.run.path / "gateway.json").exists():  # noqa: ASYNC110 (a file)
+        while pid is not None and _gateway_note(config).get("pid") != pid:  # noqa: ASYNC110 (a file)
             await asyncio.sleep(0.02)
         url = gateway_url(config)
         async with Client(url, config.gateway.key) as client:
@@ -230,9 +256,9 @@ async def _start_gateway(children: Children, prepared: Prepared) -> str:
         raise ChildFailed(f"the gateway did not answer within {START_SECONDS:.0f} s ({where})") from None
 
 
-async def _start_child(children: Children, name: str, prepared: Prepared, url: str) -> None:
+async def _start_child(children: Children, name: str, prepared: Prepared, url: str) -> Child:
     overrides = ("--set", f"gateway.url={url}") if url else ()
-    await children.start(name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log")
+    return await children.start(name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log")
 
 
 def _stop_seconds(config: Config) -> float:

@@ -71,7 +71,7 @@ def make_student(config: Config, resume: Path | None) -> Student:
     import torch
 
     from longrein.trainer.torch.learner import Learner
-    from longrein.trainer.torch.policy import load_policy
+    from longrein.trainer.torch.policy import PolicyError, load_policy
     from longrein.trainer.torch.server import EngineServer
 
     if config.engine.threads:
@@ -80,8 +80,13 @@ def make_student(config: Config, resume: Path | None) -> Student:
     options = config.model
     if resume is not None and not options.lora.rank:
         options = options.model_copy(update={"path": str(resume)})
-    policy = load_policy(options, config.run.seed)
-    learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast)
+    try:
+        policy = load_policy(options, config.run.seed)
+    except PolicyError as error:
+        raise ConfigError(str(error)) from error
+    learner = Learner(
+        policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature
+    )
     engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype)
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:

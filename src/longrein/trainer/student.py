@@ -40,6 +40,10 @@ class Student:
         """Serve the policy and register it at the gateway."""
         self.client = client
         self.url = await self.engine.start()
+        others = [known for known in await client.models() if (known.model, known.protocol) != (self.name, "tokens")]
+        await client.clear_models()  # an engine of the same name that a process left, which is gone
+        if others:
+            await client.put_models(others)
         await self.publish()
 
     async def stop(self) -> None:
