@@ -15,7 +15,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -171,6 +171,7 @@ class TokenCalls:
         """Everything that can refuse a request; nothing here waits."""
         config = self.gateway.config
         request = dialect.parse(body)
+        request = replace(request, model=request.model or config.model.name)
         if mode == "train":
             _refuse_other_policies(request)
         engine = self._engine(rollout)
@@ -369,9 +370,7 @@ class TokenCalls:
                 await self._commit(job, call, status, error, http_status)
 
     def _answer(self, job: Job, choices: Sequence[Choice]) -> Answer:
-        return Answer(
-            job.id, job.created, job.request.model or self.model.name, choices, job.running[0].plan.prefix_length
-        )
+        return Answer(job.id, job.created, job.request.model, choices, job.running[0].plan.prefix_length)
 
     # Answering
 

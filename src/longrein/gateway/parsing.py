@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
@@ -240,6 +241,8 @@ def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[Parse
         return lambda options: PlainParser()
     if name == "hermes":
         return HermesParser
+    if name == "auto" and Path(model_path).exists():
+        return HermesParser  # a folder has no name that tells its family; model.parser can
     from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, _populate_registry
 
     if name == "auto":

@@ -124,7 +124,9 @@ def _message(message: Any, index: int) -> Message:
         raise DialectError(400, f"{where}.tool_calls: only assistant messages have a list of tool calls", param=where)
     call_id = message.get("tool_call_id") or ""
     if role == "tool" and not (isinstance(call_id, str) and call_id):
-        raise DialectError(400, f"{where}.tool_call_id: a tool message names the call it answers", param=where)
+        raise DialectError(
+            400, f"{where}.tool_call_id: a tool message names the call it answers", param=f"{where}.tool_call_id"
+        )
     speaker = message.get("name")
     return Message(
         role="system" if role == "developer" else role,
