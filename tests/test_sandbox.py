@@ -38,7 +38,9 @@ class TestRun:
     def test_a_command_runs_on_a_copy_with_the_overlay_on_top(self, work: Path, tmp_path: Path) -> None:
         overlay = tmp_path / "overlay"
         (overlay / "tests").mkdir(parents=True)
-        (overlay / "tests/check.py").write_text("from answer import VALUE; print(VALUE); open('trace', 'w'); exit(VALUE != 42)\n")
+        (overlay / "tests/check.py").write_text(
+            "from answer import VALUE; print(VALUE); open('trace', 'w'); exit(VALUE != 42)\n"
+        )
         (work / "tests").mkdir()
         (work / "tests/check.py").write_text("exit(0)\n")
         done = run(["python", "-m", "tests.check"], work, overlay)

@@ -216,7 +216,12 @@ def _isolation() -> Callable[[Path, Path], list[str]]:
             work.mkdir()
             root.mkdir()
             probe = subprocess.run(
-                [*_bounds(Limits()), *wrap(work, root), "true"], capture_output=True, text=True, cwd="/", env={"PATH": _path()}, check=False
+                [*_bounds(Limits()), *wrap(work, root), "true"],
+                capture_output=True,
+                text=True,
+                cwd="/",
+                env={"PATH": _path()},
+                check=False,
             )
         if probe.returncode == 0:
             return wrap

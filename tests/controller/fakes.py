@@ -126,7 +126,9 @@ class FakeClient(Client):
         await self._enter("calls")
         return self.recorded.get((rollout_id, attempt_id or "0"), [])
 
-    async def events(self, rollout_id: str, attempt_id: str | None = None, event_type: str | None = None) -> list[Event]:
+    async def events(
+        self, rollout_id: str, attempt_id: str | None = None, event_type: str | None = None
+    ) -> list[Event]:
         await self._enter("events")
         return [e for e in self.posted.get((rollout_id, attempt_id or "0"), []) if event_type in (None, e.event_type)]
 
@@ -176,3 +178,10 @@ async def controlling(config: Config, client: Client, **options: Any) -> AsyncIt
     finally:
         stop.set()
         await asyncio.wait_for(task, 40)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for what only the file system or process table tells."""
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

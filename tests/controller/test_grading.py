@@ -14,7 +14,7 @@ from longrein.controller.grading import Grade, GradeError, Graders, posted_grade
 from longrein.controller.local import base_environment
 from longrein.records import Event
 
-from .fakes import write
+from .fakes import until, write
 
 
 @asynccontextmanager
@@ -150,7 +150,7 @@ def grade(task, *_):
         with pytest.raises(GradeError, match=r"took over 1.5 s for rollout x \(reward.timeout_seconds\)"):
             await grade(pool, {"hang": True}, tmp_path)
         for pid in (tmp_path / "pids").read_text().split():
-            await _until(lambda pid=pid: not _runs(int(pid)))
+            await until(lambda pid=pid: not _runs(int(pid)))
         assert await grade(pool, {"hang": False}, tmp_path) == Grade(1.0, {})
 
 
@@ -230,9 +230,3 @@ def _runs(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-async def _until(true) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.02)

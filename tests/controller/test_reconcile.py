@@ -16,7 +16,7 @@ from longrein.controller import local
 from longrein.controller.reconcile import Change, run_controller, transcript
 from longrein.records import Call, NewEvent, NewRollout, Outcome, RolloutConfig, RolloutState, Usage
 
-from .fakes import FakeClient, controlling, make_config, write
+from .fakes import FakeClient, controlling, make_config, until, write
 
 GRADER = """
 def grade(task, transcript, workspace, exit_status):
@@ -141,7 +141,7 @@ async def test_stop_ends_agents_and_fails_their_rollouts(tmp_path: Path) -> None
     await client.add_rollouts([NewRollout({}, rollout_id=name) for name in "abc"])
     attempts = tmp_path / "runs/r/attempts"
     async with controlling(config, client) as stop:
-        await _until(lambda: len(list(attempts.glob("*/0/work/ready"))) == 2)
+        await until(lambda: len(list(attempts.glob("*/0/work/ready"))) == 2)
         stop.set()
     assert left_over(mark) == []
     assert [client.store[name].status.state.value for name in "abc"] == ["failed", "failed", "queuing"]
@@ -278,10 +278,10 @@ async def test_what_an_earlier_controller_left_is_taken_up(tmp_path: Path) -> No
     ],
 )  # fmt: skip
 async def test_what_no_attempt_can_start_is_not_retried(tmp_path: Path, agent: dict, message: str) -> None:
-    write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     await client.add_rollouts([NewRollout({"q": 1}, rollout_id="x")])
-    async with controlling(make_config(tmp_path, agent={"max_attempts": 3, **agent}), client):
+    config = make_config(tmp_path, agent={"max_attempts": 3, **agent}, reward={"from": "agent"})
+    async with controlling(config, client):
         await client.until_finished()
     status = client.store["x"].status
     assert status.state is RolloutState.failed
@@ -355,9 +355,3 @@ def test_the_transcript_is_the_last_answered_main_call() -> None:
     ]  # fmt: skip
     assert transcript(calls) == [user, reply, tool, done]
     assert transcript([]) == []
-
-
-async def _until(true) -> None:
-    async with asyncio.timeout(30):
-        while not true():
-            await asyncio.sleep(0.02)

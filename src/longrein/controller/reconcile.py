@@ -122,7 +122,7 @@ async def run_controller(
     require_local_processes()
     run = config.run.path
     launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
-    folder = Path(os.path.abspath(config.run.folder or "."))
+    folder = Path.cwd() / config.run.folder
     workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
     log = run / "logs" / "grader.log"
     async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:

@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import io
 import json
 import os
@@ -351,6 +352,8 @@ def become(request: dict) -> None:
     refresh_randomness()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        module.__annotations__ = {}
     sys.modules["__main__"] = module
     safe_path = getattr(sys.flags, "safe_path", False)
     if kind == "module":
@@ -368,6 +371,7 @@ def become(request: dict) -> None:
             entry = os.path.dirname(os.path.realpath(target))
             module.__file__ = os.path.abspath(target)
             module.__dict__["__cached__"] = None
+            module.__loader__ = importlib.machinery.SourceFileLoader("__main__", module.__file__)
         else:
             sys.argv = ["-c", *arguments]
             entry = ""
@@ -385,6 +389,7 @@ def become(request: dict) -> None:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        error.__traceback__ = trace
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         try:
             sys.excepthook(type(error), error, trace)
@@ -400,7 +405,8 @@ def compiled(kind: str, target: str) -> types.CodeType:
         with io.open_code(os.path.abspath(target)) as file:
             source = file.read()
     except OSError as error:
-        print(f"{sys.executable}: can't open file {os.path.abspath(target)!r}: {error}", file=sys.stderr)
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {os.path.abspath(target)!r}: {why}", file=sys.stderr)
         sys.exit(2)
     return compile(source, target, "exec", dont_inherit=True)
 
