@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from longrein.client import Client
 from longrein.records import (
@@ -81,7 +80,7 @@ class Collector:
             self._after = page.next_after
             if not page.items:
                 break
-        self._spawn(self._poll())
+        self._spawn(self._poll)
         return self
 
     async def __aexit__(
@@ -108,7 +107,7 @@ class Collector:
             futures.append(future)
         for rollout in await self._client.add_rollouts(list(rollouts)):
             if rollout.status.state in TERMINAL:  # one of the same id had finished before
-                self._spawn(self._fetch(rollout.rollout_id))
+                self._spawn(self._fetch, rollout.rollout_id)
         return futures
 
     async def withdraw(self, futures: Sequence[asyncio.Future[Done]]) -> None:
@@ -123,14 +122,14 @@ class Collector:
                 change = StatusChange(state=RolloutState.failed, error_message="not needed any more")
                 await self._client.change_rollout(rollout_id, change)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(work))
+    def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work: Any) -> None:
+    async def _guard(self, work: Callable[..., Awaitable[None]], *arguments: str) -> None:
         try:
-            await work
+            await work(*arguments)
         except Exception as error:
             self._error = error
             for future in self._open.values():
@@ -144,7 +143,7 @@ class Collector:
             self._after = page.next_after
             for item in page.items:
                 if item.rollout_id in self._open:
-                    self._spawn(self._fetch(item.rollout_id))
+                    self._spawn(self._fetch, item.rollout_id)
 
     async def _fetch(self, rollout_id: str) -> None:
         async with self._fetching:
