@@ -59,6 +59,17 @@ def store_url(config: Config) -> str:
     return config.store.url or f"sqlite:///{config.run.path / 'store.sqlite'}"
 
 
+# Statements of every call, made once: putting one together costs more than running it.
+_ROLLOUT = sa.select(schema.rollouts).where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
+_ATTEMPT = sa.select(schema.attempts).where(
+    schema.attempts.c.rollout_id == sa.bindparam("rollout_id"),
+    schema.attempts.c.attempt_id == sa.bindparam("attempt_id"),
+)
+_ATTEMPT_OF_TOKEN = sa.select(schema.attempts).where(schema.attempts.c.token_hash == sa.bindparam("token_hash"))
+_MODELS = sa.select(schema.models).order_by(schema.models.c.position)
+_ADD_CALL = sa.insert(schema.calls)
+_ADD_EVENT = sa.insert(schema.events)
+
 # --- Writing ----------------------------------------------------------------------------------------------------
 
 #: Writes that one transaction takes at most, so that the first of a flood is not kept waiting for the last.
@@ -155,22 +166,25 @@ class Store:
         try:
             with self.engine.begin() as connection:
                 for write in group:
+                    connection.exec_driver_sql("SAVEPOINT one")
                     try:
-                        with connection.begin_nested():
-                            write.result = write.operation(connection)
-                    except SQLAlchemyError as error:
-                        write.error = StoreError(f"{self._name}: the record cannot be written: {words(error)}")
+                        write.result = write.operation(connection)
                     except Exception as error:
-                        write.error = error
+                        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT one")
+                        write.error = self._failure(error) if isinstance(error, SQLAlchemyError) else error
+                    connection.exec_driver_sql("RELEASE SAVEPOINT one")
         except Exception as error:
             for write in group:
-                write.error = StoreError(f"{self._name}: the record cannot be written: {words(error)}")
+                write.error = self._failure(error)
         by_loop: dict[asyncio.AbstractEventLoop, list[_Write]] = {}
         for write in group:
             by_loop.setdefault(write.loop, []).append(write)
         for loop, writes in by_loop.items():
             with suppress(RuntimeError):  # the loop that asked is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, writes)
+
+    def _failure(self, error: Exception) -> StoreError:
+        return StoreError(f"{self._name}: the record cannot be written: {words(error)}")
 
     async def add_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Add rollouts in this order. One whose id is known is left as it is and returned as it stands."""
@@ -272,7 +286,7 @@ class Store:
         def operation(connection: Connection) -> None:
             _ensure_attempt(connection, call.rollout_id, call.attempt_id)
             try:
-                connection.execute(sa.insert(schema.calls).values(row))
+                connection.execute(_ADD_CALL, row)
             except IntegrityError as error:
                 raise Conflict(
                     f"call {call.number} of attempt {call.attempt_id} of rollout {call.rollout_id} is recorded already"
@@ -286,7 +300,7 @@ class Store:
 
         def operation(connection: Connection) -> None:
             _ensure_attempt(connection, event.rollout_id, event.attempt_id)
-            connection.execute(sa.insert(schema.events).values(row))
+            connection.execute(_ADD_EVENT, row)
 
         await self._write(operation)
 
@@ -314,9 +328,9 @@ class Store:
 
     # --- Reading
 
-    def _all(self, query: sa.Executable) -> Sequence[Row[Any]]:
+    def _all(self, query: sa.Executable, parameters: dict[str, Any] | None = None) -> Sequence[Row[Any]]:
         with self._reader.connect() as connection:
-            return connection.execute(query).all()
+            return connection.execute(query, parameters).all()
 
     def rollouts(self, states: Sequence[RolloutState] | None = None, limit: int = 500) -> list[Rollout]:
         """Rollouts in one of `states` (None: all), oldest first, at most `limit`."""
@@ -341,7 +355,7 @@ class Store:
 
     def attempt_of_token(self, token_hash: bytes) -> Attempt | None:
         """The attempt, ended or not, whose token has this SHA-256."""
-        rows = self._all(sa.select(schema.attempts).where(schema.attempts.c.token_hash == token_hash))
+        rows = self._all(_ATTEMPT_OF_TOKEN, {"token_hash": token_hash})
         return schema.attempt_of(rows[0]) if rows else None
 
     def attempts_with_records(self, rollout_id: str) -> list[str]:
@@ -394,7 +408,7 @@ class Store:
         return TerminalPage(items=items, next_after=rows[-1][0] if rows else after, total_terminal=total)
 
     def models(self) -> list[ModelEndpoint]:
-        return [schema.model_of(row) for row in self._all(sa.select(schema.models).order_by(schema.models.c.position))]
+        return [schema.model_of(row) for row in self._all(_MODELS)]
 
 
 def _resolve(writes: Sequence[_Write]) -> None:
@@ -418,7 +432,7 @@ def _terminal_item(rollout: Rollout) -> TerminalItem:
 
 
 def _find_rollout(connection: Connection, rollout_id: str) -> Rollout | None:
-    row = connection.execute(sa.select(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id)).one_or_none()
+    row = connection.execute(_ROLLOUT, {"rollout_id": rollout_id}).one_or_none()
     return None if row is None else schema.rollout_of(row)
 
 
@@ -439,10 +453,7 @@ def _find_attempts(connection: Connection, rollout_id: str) -> Sequence[Row[Any]
 
 
 def _find_attempt(connection: Connection, rollout_id: str, attempt_id: str) -> Row[Any] | None:
-    query = sa.select(schema.attempts).where(
-        schema.attempts.c.rollout_id == rollout_id, schema.attempts.c.attempt_id == attempt_id
-    )
-    return connection.execute(query).one_or_none()
+    return connection.execute(_ATTEMPT, {"rollout_id": rollout_id, "attempt_id": attempt_id}).one_or_none()
 
 
 def _insert_attempt(connection: Connection, rollout_id: str, attempt_id: str, token_hash: bytes | None) -> Attempt:

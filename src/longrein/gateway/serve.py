@@ -155,7 +155,7 @@ async def serve(config: Config) -> None:
     """
     note = config.run.path / "gateway.json"
     _refuse_second(note)
-    listener = _listen(config.gateway.host, config.gateway.port)
+    listener = listen(config.gateway.host, config.gateway.port)
     host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     gateway = open_gateway(config)
@@ -219,13 +219,20 @@ def _signals_end(server: uvicorn.Server) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+    # The protocol is named because asyncio turns Nagle's algorithm off only on sockets that say TCP; with it on,
+    # every answer of more than one write waits 40 ms for the client's delayed acknowledgement.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
-        )
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
     except (OSError, OverflowError) as error:
+        listener.close()
         raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error}") from None
+    return listener
 
 
 def _refuse_second(note: Path) -> None:
