@@ -24,7 +24,10 @@ def status_and_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     [
         (["train", "none.toml"], "longrein: none.toml: no such run file"),
         (["config", "--set", "modle.path=4"], "longrein: modle: unknown option; did you mean model?"),
-        (["config", "--set", "trainer.steps=-1"], "longrein: trainer.steps: Input should be greater than or equal to 0"),
+        (
+            ["config", "--set", "trainer.steps=-1"],
+            "longrein: trainer.steps: Input should be greater than or equal to 0",
+        ),
         (["gateway", "--set", "engine.kind=openai"], "longrein: engine.url"),
         (["report", "nowhere"], "longrein: nowhere: no such run folder"),
         (["compare", "nowhere"], "longrein: nowhere: no such run folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from longrein.config import Config, ConfigError, defaults_text, load, resolved_t
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0 done, 1 failed, 2 wrong usage or configuration, 128 + n ended by signal n."""
     options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("longrein").setLevel(logging.INFO)
     if getattr(options, "parent_pipe", None) is not None:
         from longrein.processes import stop_with_parent
 

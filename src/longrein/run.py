@@ -258,7 +258,9 @@ async def _start_gateway(children: Children, prepared: Prepared) -> str:
 
 async def _start_child(children: Children, name: str, prepared: Prepared, url: str) -> Child:
     overrides = ("--set", f"gateway.url={url}") if url else ()
-    return await children.start(name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log")
+    return await children.start(
+        name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log"
+    )
 
 
 def _stop_seconds(config: Config) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,10 +111,8 @@ class FakeClient:
             raise self.fail_polls
         async with self._changed:
             if wait and len(self.order) <= after:
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), wait)
-                except TimeoutError:
-                    pass
             ids = self.order[after : after + limit]
         if self.fail_polls is not None:
             raise self.fail_polls

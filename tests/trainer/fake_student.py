@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_gateway import Play
+
 from longrein.records import Rollout
 from longrein.trajectory.batch import Row
 

@@ -26,9 +26,16 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=40, max_position_embeddings=64, **shape)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=40, max_position_embeddings=64, **shape)).save_pretrained(
+        folder
+    )
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
     return folder
@@ -122,7 +129,7 @@ def test_only_the_newest_checkpoint_can_be_gone_on_from(model: Path, tmp_path: P
     first = checkpoint.save(tmp_path, student, STATE)
     second = checkpoint.save(tmp_path, student, TrainerState(4, 8, {}, 0.0))
     assert checkpoint.read_state(second).version == 8
-    with pytest.raises(ConfigError, match="holds no trainer.pt"):
+    with pytest.raises(ConfigError, match=r"holds no trainer\.pt"):
         checkpoint.read_state(first)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
 from fake_gateway import FakeClient, Play
+
 from longrein.client import Client
 from longrein.records import NewRollout, Outcome, Rollout
 from longrein.tasks import TaskOrder

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from fake_gateway import FakeClient, Play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_gateway import FakeClient, Play
 from longrein.client import Client
 from longrein.records import Outcome, Rollout
 from longrein.trainer.collect import Collector, RunFailed
@@ -98,7 +98,7 @@ async def test_an_evaluation_counts_graded_rollouts_and_is_written(tmp_path: Pat
 async def test_an_evaluation_without_one_grade_ends_the_run(tmp_path: Path) -> None:
     client = FakeClient(lambda rollout: Play(reward=None, reason="the grader raised KeyError: 'x'"))
     async with Collector(cast(Client, client)) as collector:
-        with pytest.raises(RunFailed, match="none of its 1 rollouts was graded.*KeyError"):
+        with pytest.raises(RunFailed, match=r"none of its 1 rollouts was graded.*KeyError"):
             await evaluate(collector, [{}], name="a", step=0, version=0, seed=0, run_folder=tmp_path)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from fake_gateway import FakeClient, Play, call
+from fake_student import FakeStudent
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_gateway import FakeClient, Play, call
-from fake_student import FakeStudent
 from longrein.config import Config, ConfigError, load
 from longrein.records import Attempt, NewRollout, Outcome, Rollout, RolloutState
 from longrein.trainer import checkpoint
@@ -41,9 +41,7 @@ async def run(config: Config, student: FakeStudent, client: FakeClient | None = 
     tracker = Tracker(config, Silent())
     resume = checkpoint.latest(config.run.path)
     try:
-        await train(
-            config, DATA, student=cast(Any, student), client=cast(Any, client), tracker=tracker, resume=resume
-        )
+        await train(config, DATA, student=cast(Any, student), client=cast(Any, client), tracker=tracker, resume=resume)
     finally:
         tracker.close()
     assert not student.running
@@ -52,7 +50,10 @@ async def run(config: Config, student: FakeStudent, client: FakeClient | None = 
 
 def stages(client: FakeClient) -> list[str]:
     """What was queued, in order, without repetitions."""
-    names = [re.sub(r"(?:again\d+-)?(s\d{5}|eval-step-\d+|eval-[a-z]+|dev-\d+|[a-z]+).*", r"\1", ids[0]) for ids in client.batches]
+    names = [
+        re.sub(r"(?:again\d+-)?(s\d{5}|eval-step-\d+|eval-[a-z]+|dev-\d+|[a-z]+).*", r"\1", ids[0])
+        for ids in client.batches
+    ]
     return [name for number, name in enumerate(names) if number == 0 or names[number - 1] != name]
 
 
@@ -110,7 +111,9 @@ async def test_a_step_without_any_advantage_changes_nothing_and_is_warned_about(
     await run(config, student)
     assert student.updates == []
     assert student.published == [0]
-    assert any("all rewards were equal" in line["text"] for line in read_metrics(config.run.path) if line["kind"] == "warning")
+    assert any(
+        "all rewards were equal" in line["text"] for line in read_metrics(config.run.path) if line["kind"] == "warning"
+    )
 
 
 async def test_max_seconds_ends_learning_and_evaluation_follows(tmp_path: Path) -> None:
@@ -137,7 +140,9 @@ async def test_a_run_goes_on_where_its_last_checkpoint_was(tmp_path: Path) -> No
 async def test_a_run_without_a_checkpoint_is_begun_again_under_new_ids(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     student = FakeStudent()
-    broken = FakeClient(lambda rollout: Play(reward=None) if rollout.rollout_id.startswith("s00002") else student.play(rollout))
+    broken = FakeClient(
+        lambda rollout: Play(reward=None) if rollout.rollout_id.startswith("s00002") else student.play(rollout)
+    )
     with pytest.raises(RunFailed, match="nobody posted a reward"):
         await run(config, student, broken)
     client = await run(config, FakeStudent())
@@ -165,7 +170,12 @@ def test_rollouts_are_divided_evenly_and_none_twice(count: int, parts: int) -> N
 @pytest.mark.parametrize(
     ("outcome", "calls", "failure", "said"),
     [
-        (Outcome.infrastructure_failed, 0, "no such command", "the agent did not start or could not go on: no such command"),
+        (
+            Outcome.infrastructure_failed,
+            0,
+            "no such command",
+            "the agent did not start or could not go on: no such command",
+        ),
         (Outcome.agent_failed, 0, None, "the agent ended (exit code 3) without a call to the model"),
         (Outcome.succeeded, 2, "the grader raised KeyError", "made 2 calls, but there is no reward: the grader raised"),
     ],
@@ -174,13 +184,20 @@ def test_a_first_attempt_says_which_of_the_three_did_not_happen(
     outcome: Outcome, calls: int, failure: str | None, said: str
 ) -> None:
     attempt = Attempt("r", "0", outcome=outcome, exit_code=3)
-    finished = FinishedRollout("r", "r", False, None if failure else 0.0, [call(number=n) for n in range(calls)], outcome)
+    finished = FinishedRollout(
+        "r", "r", False, None if failure else 0.0, [call(number=n) for n in range(calls)], outcome
+    )
     assert said in (problem_of(Done(Rollout("r", {}), attempt, finished, failure)) or "")
 
 
 def test_a_first_attempt_whose_calls_were_all_refused_shows_the_refusal() -> None:
     refused = call(status="error", http_status=400, error={"message": "unknown model 'gpt-4'"}, sampled=0)
-    done = Done(Rollout("r", {}), Attempt("r", "0", outcome=Outcome.agent_failed), FinishedRollout("r", "r", False, 0.0, [refused]), None)
+    done = Done(
+        Rollout("r", {}),
+        Attempt("r", "0", outcome=Outcome.agent_failed),
+        FinishedRollout("r", "r", False, 0.0, [refused]),
+        None,
+    )
     assert problem_of(done) == "every call to the model was refused: 400 unknown model 'gpt-4'"
     fine = Done(Rollout("r", {}), Attempt("r", "0"), FinishedRollout("r", "r", False, 0.0, [call()]), None)
     assert problem_of(fine) is None

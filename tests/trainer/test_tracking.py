@@ -106,7 +106,13 @@ def test_lines_say_everything_that_ends() -> None:
 def test_the_live_display_draws_where_the_run_stands() -> None:
     output = io.StringIO()
     text = shown(LiveDisplay(Console(file=output, width=120, force_terminal=True), "name", 10), output)
-    for part in ("longrein: name", "1 of 10", "collect (step 1)", "2 running, 3 queued, 1 done", "reward 100.0 % over 1"):
+    for part in (
+        "longrein: name",
+        "1 of 10",
+        "collect (step 1)",
+        "2 running, 3 queued, 1 done",
+        "reward 100.0 % over 1",
+    ):
         assert part in text
     assert "look out" in text
 

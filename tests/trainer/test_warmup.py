@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
 from fake_gateway import FakeClient, Play
 from fake_student import FakeStudent
+
 from longrein.client import Client
 from longrein.config import load
 from longrein.records import Rollout
@@ -116,7 +116,10 @@ async def test_the_next_demonstrations_are_queued_before_the_learner_computes(tm
 
 @pytest.mark.parametrize(
     ("play", "said"),
-    [(Play(reward=0.0), "Rewards: "), (Play(reward=None, reason="the teacher is not there"), "the teacher is not there")],
+    [
+        (Play(reward=0.0), "Rewards: "),
+        (Play(reward=None, reason="the teacher is not there"), "the teacher is not there"),
+    ],
 )
 async def test_a_teacher_that_never_passes_ends_the_run(tmp_path: Path, play: Play, said: str) -> None:
     student = FakeStudent()

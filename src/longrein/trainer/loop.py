@@ -58,9 +58,10 @@ def load_data(config: Config) -> Data:
         return load_tasks(source, folder=config.run.folder, seed=config.run.seed, option=f"task.{name}")
 
     evaluates = config.eval.untuned or config.eval.before or config.eval.after or config.eval.every > 0
+    train = read("train", needed=True)
     held_out = read("held_out", needed=evaluates)
     return Data(
-        train=read("train", needed=True),
+        train=train,
         held_out=held_out[: config.eval.tasks] if config.eval.tasks else held_out,
         dev=read("dev", needed=config.warmup.steps > 0),
     )
@@ -69,11 +70,13 @@ def load_data(config: Config) -> Data:
 def make_student(config: Config, resume: Path | None) -> Student:
     """Load the policy (from a checkpoint when resuming), its learner and its engine. Takes seconds; blocks."""
     import torch
+    import transformers
 
     from longrein.trainer.torch.learner import Learner
     from longrein.trainer.torch.policy import PolicyError, load_policy
     from longrein.trainer.torch.server import EngineServer
 
+    transformers.utils.logging.disable_progress_bar()
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     torch.manual_seed(config.run.seed)
@@ -84,9 +87,7 @@ def make_student(config: Config, resume: Path | None) -> Student:
         policy = load_policy(options, config.run.seed)
     except PolicyError as error:
         raise ConfigError(str(error)) from error
-    learner = Learner(
-        policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature
-    )
+    learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
     engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype)
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:

@@ -38,7 +38,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             further.setdefault(name, []).append(value)
-    return values | {f"reward/{name}": float(np.mean(numbers)) for name, numbers in further.items()}
+    return values | {f"grader/{name}": float(np.mean(numbers)) for name, numbers in further.items()}
 
 
 def length_share(calls: Sequence[Call]) -> float:

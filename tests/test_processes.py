@@ -1,0 +1,163 @@
+"""Gateway, controller and trainer as processes of their own, against each other over HTTP; and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longrein.records import RolloutState
+from longrein.store import Store
+from longrein.trainer import checkpoint
+from tiny_run import write_run
+
+DEADLINE = 120.0
+
+STOP = "trainer.preflight=false", "eval.before=false", "eval.after=false"
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def longrein(command: str, file: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`longrein COMMAND FILE ARGUMENTS…`, ended when the block ends."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "longrein.cli", command, str(file), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def output_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=DEADLINE)
+    return process.returncode, text
+
+
+def until(true: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait until `true()`; a process that ends before has failed."""
+    end = time.monotonic() + DEADLINE
+    while not true():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def steps_of(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the living processes that have to do with a run."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status", "cwd"]):
+        line = " ".join(process.info["cmdline"] or [])
+        inside = str(folder) in line or str(process.info["cwd"] or "").startswith(str(folder))
+        if inside and process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(f"{process.pid} {line}")
+    return found
+
+
+def set_of(*options: str) -> list[str]:
+    return [part for option in options for part in ("--set", option)]
+
+
+def test_three_processes_train_together(run_file: Path) -> None:
+    run = run_file.parent / "runs" / "three"
+    named = set_of("run.name=three")
+    with longrein("gateway", run_file, *named) as gateway:
+        until((run / "gateway.json").exists, gateway)
+        url = json.loads((run / "gateway.json").read_text())["url"]
+        assert oct((run / "key").stat().st_mode & 0o777) == "0o600"
+        with longrein("controller", run_file, *named) as controller:
+            theirs = set_of(f"gateway.url={url}", "agent.controller=external", "trainer.steps=1", *STOP[:2])
+            with longrein("train", run_file, *named, *theirs) as trainer:
+                status, text = output_of(trainer)
+            assert status == 0, text
+            assert "held-out reward after" in text
+            assert controller.poll() is None
+            assert gateway.poll() is None
+            for process in (controller, gateway):
+                process.terminate()
+                status, text = output_of(process)
+                assert status == 0, text
+    assert steps_of(run) == [1]
+    store = Store.open(f"sqlite:///{run / 'store.sqlite'}", read_only=True)
+    rollouts = store.rollouts()
+    assert {rollout.status.state for rollout in rollouts} == {RolloutState.succeeded}
+    assert len(rollouts) == 2 * 4 + 4
+    assert all(len(store.calls(r.rollout_id, "0")) == 1 for r in rollouts)
+    store.close()
+    assert processes_of(run_file.parent) == []
+
+
+def test_what_happens_to_its_processes_ends_a_run_and_it_can_be_gone_on_with(run_file: Path) -> None:
+    run = run_file.parent / "runs" / "ended"
+    options = set_of("run.name=ended", "trainer.steps=1000", "trainer.checkpoint_every=1", *STOP)
+
+    with longrein("train", run_file, *options) as trainer:  # its gateway is killed
+        until(lambda: len(steps_of(run)) >= 2, trainer)
+        os.kill(json.loads((run / "gateway.json").read_text())["pid"], signal.SIGKILL)
+        status, text = output_of(trainer)
+    assert status == 1
+    assert "longrein: the gateway process was ended by signal 9" in text
+    assert f"--- end of {run / 'logs' / 'gateway.log'}" in text
+    assert "Traceback" not in text
+    assert processes_of(run_file.parent) == []
+
+    first = len(steps_of(run))
+    with longrein("train", run_file, *options, "--resume") as trainer:  # Ctrl-C
+        until(lambda: len(steps_of(run)) >= first + 2, trainer)
+        with longrein("train", run_file, *options, "--resume") as second:
+            status, text = output_of(second)
+        assert (status, "a run is going on there" in text) == (2, True)
+        trainer.send_signal(signal.SIGINT)
+        status, text = output_of(trainer)
+    assert status == 128 + signal.SIGINT, text
+    assert "--resume` goes on from the last checkpoint" in text
+    assert processes_of(run_file.parent) == []
+
+    before = len(steps_of(run))
+    with longrein("train", run_file, *options, "--resume") as trainer:  # kill -9
+        until(lambda: len(steps_of(run)) >= before + 1, trainer)
+        trainer.kill()
+        trainer.wait()
+        until(lambda: processes_of(run_file.parent) == [])
+    steps = steps_of(run)
+    again = [steps[n] for n in (first, before)]
+    assert all(1 < step <= len(steps) for step in again)  # neither began anew
+    latest = checkpoint.latest(run)
+    assert latest is not None
+    assert checkpoint.read_state(latest).step >= steps[before] - 1
+
+
+def test_a_gateway_that_cannot_start_is_an_error_with_its_words(run_file: Path) -> None:
+    (run_file.parent / "broken.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = set_of("run.name=broken", f"model.chat_template={run_file.parent}/broken.jinja")
+    with longrein("train", run_file, *options) as trainer:
+        status, text = output_of(trainer)
+    assert status == 1
+    assert "the gateway process ended with exit status 2" in text
+    assert "the chat template has no generation prompt" in text
+    assert processes_of(run_file.parent) == []
