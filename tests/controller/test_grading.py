@@ -20,7 +20,7 @@ from .fakes import until, write
 @asynccontextmanager
 async def graders(folder: Path, code: str, *, seconds: float = 30.0, workers: int = 1) -> AsyncIterator[Graders]:
     write(folder, "grader.py", code)
-    reward = Reward(function="grader:grade", timeout_seconds=seconds)
+    reward = Reward.model_validate({"function": "grader:grade", "timeout_seconds": seconds})
     async with Graders(reward, folder, base_environment(), folder / "grader.log", workers=workers) as pool:
         yield pool
 
@@ -209,7 +209,8 @@ def grade(task, *_):
 async def test_a_function_that_cannot_be_loaded(tmp_path: Path, function: str, message: str) -> None:
     write(tmp_path, "grader.py", "def grade(*_): return 1\n")
     write(tmp_path, "broken.py", "1/0\n")
-    async with Graders(Reward(function=function), tmp_path, base_environment(), tmp_path / "log", workers=1) as pool:
+    reward = Reward.model_validate({"function": function})
+    async with Graders(reward, tmp_path, base_environment(), tmp_path / "log", workers=1) as pool:
         with pytest.raises(GradeError) as caught:
             await pool.warm()
         assert message in str(caught.value)

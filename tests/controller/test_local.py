@@ -70,7 +70,7 @@ def test_programs(tmp_path: Path) -> None:
     assert find_program("./bin/tool", "", [work, folder]) == str(work / "./bin/tool")
     assert find_program("tool", str(folder / "bin"), []) == str(tool)
     assert find_program("python", "", []) == sys.executable
-    with pytest.raises(StartError, match="agent.command: no program 'tool' in PATH"):
+    with pytest.raises(StartError, match=r"agent\.command: no program 'tool' in PATH"):
         find_program("tool", "/nowhere", [])
 
 

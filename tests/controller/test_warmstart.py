@@ -72,51 +72,55 @@ print(sys.flags, sys.executable, sys.stdout.encoding, sys.stdout.line_buffering,
     "future": "x: undefined_name = 1\n",
     "os-exit": "import os\nprint('lost')\nos._exit(9)\n",
     "killed": "import os\nos.kill(os.getpid(), 9)\n",
+    "big-code": "import sys; sys.exit(300)",
+    "finalizers": """
+import atexit, sys, threading, time, wave, weakref
+class Loud:
+    def __init__(self, name): self.name = name
+    def __del__(self): print("gone", self.name, sys is None)
+loud, ring = Loud("global"), Loud("ring")
+ring.me = ring
+weakref.finalize(loud, print, "finalized")
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+left_open = open("left-open", "w")
+left_open.write("kept")
+atexit.register(lambda: print("at exit", open("left-open").read() == ""))
+""",
     "unclosed": "import sys\nsys.stdout.write('no newline')",
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-async def test_a_script_runs_as_in_a_fresh_interpreter(tmp_path: Path, launcher: Launcher, name: str) -> None:
-    script = write(tmp_path, "scripts/agent.py", SCRIPTS[name])
-    arguments = ["one", "two words"]
-    warm = await run(launcher, tmp_path, Program("script", str(script), arguments), MINE="1")
-    fresh = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=tmp_path,
-        env={**base_environment(), "MINE": "1"},
+def fresh(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**base_environment(), **environment},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         check=False,
     )
-    if name == "interrupt":
-        assert warm[0] == fresh.returncode == -signal.SIGINT
-        assert warm[2].endswith("KeyboardInterrupt\n")
-    else:
-        assert warm == (fresh.returncode, fresh.stdout, fresh.stderr)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+async def test_a_script_runs_as_in_a_fresh_interpreter(tmp_path: Path, launcher: Launcher, name: str) -> None:
+    script = str(write(tmp_path, "scripts/agent.py", SCRIPTS[name]))
+    warm = await run(launcher, tmp_path, Program("script", script, ["one", "two words"]), MINE="1")
+    if name == "finalizers":
+        assert (tmp_path / "left-open").read_text() == "kept"
+    assert warm == fresh(tmp_path, script, "one", "two words", MINE="1")
 
 
 async def test_modules_and_missing_files_run_as_in_a_fresh_interpreter(tmp_path: Path, launcher: Launcher) -> None:
     write(tmp_path, "package/__init__.py", "")
-    write(
-        tmp_path,
-        "package/__main__.py",
-        "import sys; from . import other; print(__name__, __package__, sys.argv, sys.path[0], other.N)",
-    )
+    code = "import sys; from . import other; print(__name__, __package__, sys.argv, sys.path[0], other.N)"
+    write(tmp_path, "package/__main__.py", code)
     write(tmp_path, "package/other.py", "N = 1\nif __name__ == '__main__': 1/0\n")
     for arguments in (["-m", "package", "a"], ["-m", "package.other"], ["-m", "absent_module_x"], ["absent.py"]):
         warm = await run(launcher, tmp_path, preloaded_program([sys.executable, *arguments]))
-        fresh = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=base_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert warm == (fresh.returncode, fresh.stdout, fresh.stderr)
+        assert warm == fresh(tmp_path, *arguments)
 
 
 async def test_the_environment_is_exactly_the_given_one(tmp_path: Path, launcher: Launcher) -> None:
