@@ -18,7 +18,7 @@ def saved(bundles):
 
 def best_division(tokens):
     """The most tokens that any division of the sorted rows into intervals saves, by dynamic programming."""
-    ordered = sorted((r.tolist() for r in tokens))
+    ordered = sorted(r.tolist() for r in tokens)
     common = [common_prefix(np.array(a), np.array(b)) for a, b in pairwise(ordered)]
     best = [0] * (len(ordered) + 1)
     for stop in range(1, len(ordered) + 1):

@@ -7,6 +7,7 @@ A micro-batch holds bundles side by side: trunks padded to the longest trunk, br
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def shared_prefixes(tokens: Sequence[np.ndarray], min_trunk: int = 1) -> list[Bu
     sides of that shortest place. At least one token of each row stays out of the trunk, which has `min_trunk` or more.
     """
     order = sorted(range(len(tokens)), key=lambda row: tokens[row].astype(">i4").tobytes())
-    common = [common_prefix(tokens[a], tokens[b]) for a, b in zip(order, order[1:], strict=False)]
+    common = [common_prefix(tokens[a], tokens[b]) for a, b in itertools.pairwise(order)]
     common = [length if length >= min_trunk else 0 for length in common]
     bundles = []
     for start, stop, trunk in _best_intervals(common, len(order)):
