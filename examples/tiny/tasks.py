@@ -1,0 +1,53 @@
+"""Questions like "height of fig": where each number is kept has to be found out by asking.
+
+A task names a property of an item and holds four sheets with a number for the item in each. Every property has its own
+sheet (`SHEETS`), which neither the question nor the tool's description says: only the reward does. The numbers are
+drawn anew for each task, so nothing but the tool's result is an answer.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+#: The sheet that holds a property.
+SHEETS = {"price": "red", "weight": "blue", "height": "green", "age": "black"}
+ITEMS = """ant bat bee bell boat bolt book bowl box brick bus cake cap car cat chair clock coat cow crab crow cup deer desk
+dog door drum duck egg fan fig fish fork fox frog gate goat hat hen horse jar key kite knife lamp leaf lion map mole moth
+mug nail nest nut oak owl pan pear pen pig plum pot rat ring rock rose rug saw seal sheep shell ship shoe snail sock
+spoon star stone swan table tent tie tiger toad tree truck vase violin wagon wasp whale wheel wolf worm yak zebra""".split()
+
+
+def train(seed: int) -> Iterator[dict]:
+    """4000 training tasks, others for every seed."""
+    return itertools.islice(_tasks("train", f"train {seed}"), 4000)
+
+
+def dev(seed: int) -> Iterator[dict]:
+    """64 tasks for the warm-up's success check, the same ones for every seed."""
+    return itertools.islice(_tasks("dev", "dev"), 64)
+
+
+def held_out(seed: int) -> Iterator[dict]:
+    """100 tasks for the evaluation, the same ones for every seed."""
+    return itertools.islice(_tasks("held_out", "held out"), 100)
+
+
+def split_of(kind: str, item: str) -> str:
+    """The split of a question: of a property's items every fourth is held out, every eighth is for the dev checks."""
+    place = (ITEMS.index(item) + 2 * list(SHEETS).index(kind)) % 8
+    return "held_out" if place in (0, 4) else "dev" if place == 1 else "train"
+
+
+def _tasks(split: str, seed: str) -> Iterator[dict]:
+    rng = random.Random(seed)
+    while True:
+        kind, item = rng.choice(list(SHEETS)), rng.choice(ITEMS)
+        numbers = rng.sample(range(100, 1000), len(SHEETS))
+        if split_of(kind, item) == split:
+            sheets = dict(zip(SHEETS.values(), numbers, strict=True))
+            yield {
+                "question": f"{kind} of {item}",
+                "item": item,
+                "sheets": " ".join(f"{sheet}={number}" for sheet, number in sheets.items()),
+                "answer": sheets[SHEETS[kind]],
+            }
