@@ -15,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from longrein.config import load
+from longrein.processes import ChildFailed, Children
 from longrein.records import RolloutState
+from longrein.run import prepare, start_gateway
 from longrein.store import Store
 from longrein.trainer import checkpoint
 from tiny_run import write_run
@@ -138,26 +141,48 @@ def test_what_happens_to_its_processes_ends_a_run_and_it_can_be_gone_on_with(run
     assert "--resume` goes on from the last checkpoint" in text
     assert processes_of(run_file.parent) == []
 
-    before = len(steps_of(run))
-    with longrein("train", run_file, *options, "--resume") as trainer:  # kill -9
-        until(lambda: len(steps_of(run)) >= before + 1, trainer)
-        trainer.kill()
-        trainer.wait()
-        until(lambda: processes_of(run_file.parent) == [])
     steps = steps_of(run)
-    again = [steps[n] for n in (first, before)]
-    assert all(1 < step <= len(steps) for step in again)  # neither began anew
+    assert 1 < steps[first] <= first + 1  # it did not begin anew
     latest = checkpoint.latest(run)
     assert latest is not None
-    assert checkpoint.read_state(latest).step >= steps[before] - 1
+    assert checkpoint.read_state(latest).step >= steps[-1] - 1
 
 
-def test_a_gateway_that_cannot_start_is_an_error_with_its_words(run_file: Path) -> None:
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from longrein.config import load
+from longrein.processes import Children
+from longrein.run import Prepared, start_child_of, start_gateway, prepare
+
+async def main():
+    prepared = prepare(load(sys.argv[1], ["run.name=orphans"]))
+    async with Children(5.0) as children:
+        url = await start_gateway(children, prepared)
+        controller = await start_child_of(children, "controller", prepared, url)
+        print(controller.process.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_children_end_with_a_parent_that_is_killed(run_file: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(run_file)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        controller = int(parent.stdout.readline())
+        gateway = json.loads((run_file.parent / "runs" / "orphans" / "gateway.json").read_text())["pid"]
+        assert psutil.pid_exists(controller)
+        assert psutil.pid_exists(gateway)
+        parent.kill()
+    until(lambda: processes_of(run_file.parent) == [])
+    assert not (run_file.parent / "runs" / "orphans" / "gateway.json").exists()  # it ended in an orderly way
+
+
+async def test_a_gateway_that_cannot_start_is_an_error_with_its_words(run_file: Path) -> None:
     (run_file.parent / "broken.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    options = set_of("run.name=broken", f"model.chat_template={run_file.parent}/broken.jinja")
-    with longrein("train", run_file, *options) as trainer:
-        status, text = output_of(trainer)
-    assert status == 1
-    assert "the gateway process ended with exit status 2" in text
-    assert "the chat template has no generation prompt" in text
+    prepared = prepare(load(run_file, ["run.name=broken", f"model.chat_template={run_file.parent}/broken.jinja"]))
+    with pytest.raises(ChildFailed, match=r"(?s)gateway process ended with exit status 2.*has no generation prompt"):
+        async with Children(5.0) as children:
+            await start_gateway(children, prepared)
     assert processes_of(run_file.parent) == []

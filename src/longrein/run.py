@@ -218,13 +218,13 @@ async def _train(prepared: Prepared, data: Data) -> None:
         async with Children(_stop_seconds(config)) as children:
             with tracker.phase("set up", "loading the model, starting the gateway"):
                 loading = asyncio.create_task(asyncio.to_thread(make_student, config, prepared.resume))
-                url = await _start_gateway(children, prepared)
+                url = await start_gateway(children, prepared)
                 student = await children.guard(loading)
             async with Client(url, config.gateway.key) as client:
                 if not config.gateway.url:
                     await fail_leftovers(client)
                 if config.agent.controller == "start":
-                    await _start_child(children, "controller", prepared, url)
+                    await start_child_of(children, "controller", prepared, url)
                 work = train(config, data, student=student, client=client, tracker=tracker, resume=prepared.resume)
                 await children.guard(work)
     finally:
@@ -232,12 +232,12 @@ async def _train(prepared: Prepared, data: Data) -> None:
         tracker.close()
 
 
-async def _start_gateway(children: Children, prepared: Prepared) -> str:
+async def start_gateway(children: Children, prepared: Prepared) -> str:
     """Start a gateway unless the configuration names one; its address, once it answers."""
     config = prepared.config
     pid = None
     if not config.gateway.url:
-        pid = (await _start_child(children, "gateway", prepared, "")).process.pid
+        pid = (await start_child_of(children, "gateway", prepared, "")).process.pid
 
     async def answers() -> str:
         while pid is not None and _gateway_note(config).get("pid") != pid:  # noqa: ASYNC110 (a file)
@@ -256,7 +256,8 @@ async def _start_gateway(children: Children, prepared: Prepared) -> str:
         raise ChildFailed(f"the gateway did not answer within {START_SECONDS:.0f} s ({where})") from None
 
 
-async def _start_child(children: Children, name: str, prepared: Prepared, url: str) -> Child:
+async def start_child_of(children: Children, name: str, prepared: Prepared, url: str) -> Child:
+    """Start the run's gateway or controller; `url` is the gateway's address for a controller."""
     overrides = ("--set", f"gateway.url={url}") if url else ()
     return await children.start(
         name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log"
@@ -294,7 +295,7 @@ async def _serve(prepared: Prepared) -> None:
     config = prepared.config
     async with Children(_stop_seconds(config)) as children:
         loading = asyncio.create_task(asyncio.to_thread(make_student, config, None))
-        url = await _start_gateway(children, prepared)
+        url = await start_gateway(children, prepared)
         student = await children.guard(loading)
         async with Client(url, config.gateway.key) as client:
             await student.start(client)
