@@ -1,6 +1,6 @@
 """Make a tiny language model on the spot: a Llama of half a million parameters that can write one tool's call.
 
-    python model.py FOLDER [SEED]
+    python model.py [FOLDER]        prints the folder; ${XDG_CACHE_HOME:-~/.cache}/longrein/tiny if none is named
 
 The tokenizer is trained and the model pretrained on made-up conversations rendered by `chat_template.jinja`: a question
 about an item, a call with *any word* as the sheet, a number, the number repeated. So the model learns the form of a
@@ -8,6 +8,7 @@ call and to copy words and digits; which sheets there are, and which one holds w
 """
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -136,4 +137,5 @@ ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=Fal
 TEMPLATE = ENVIRONMENT.from_string((FOLDER / "chat_template.jinja").read_text(encoding="utf-8"))
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    print(make(Path(sys.argv[1]) if len(sys.argv) > 1 else cache / "longrein" / "tiny"))
