@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +248,24 @@ def test_a_trunk_may_hold_trained_tokens_of_any_of_its_rows():
     loss, flat, sums = gradients(learner, [first, other])
     expected_loss, expected = reference(policy, [first, other], learner._objective)
     assert sums.computed_tokens < len(first.tokens) + len(other.tokens) - 20
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert relative(flat, expected) < 1e-5
+
+
+def test_rollouts_that_came_out_equal_are_computed_once():
+    first, second, third = make_rows(seed=16, groups=1, members=3)
+    again = replace(
+        first, rollout_id="again", advantages=-2 * first.advantages, logprobs=first.logprobs + 0.1 * first.trained
+    )
+    other_end = replace(first, rollout_id="end", tokens=first.tokens.copy())
+    other_end.tokens[-2] = (other_end.tokens[-2] + 1) % VOCAB  # the last trained token
+    rows = [second, first, again, third, other_end]
+    policy = make_policy()
+    learner = make_learner(policy)
+    loss, flat, sums = gradients(learner, rows)
+    assert sums.computed_tokens == gradients(learner, [first, second, third])[2].computed_tokens
+    assert sums.count == sum(int(row.trained.sum()) for row in rows)
+    expected_loss, expected = reference(policy, rows, learner._objective)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert relative(flat, expected) < 1e-5
 

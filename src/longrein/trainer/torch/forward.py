@@ -65,7 +65,7 @@ class Forward:
         # Padding is at the end, where no real token attends to it: the mask is the plain causal one.
         states = self._run(ids)
         place = [index * ids.shape[1] + wanted[row] for index, row in enumerate(rows)]
-        return states.flatten(0, 1)[self._tensor(np.concatenate(place))]
+        return self._gather(states.flatten(0, 1), place)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[n, V] logits of states."""
@@ -73,7 +73,7 @@ class Forward:
 
     def _branched(
         self, bundles: Sequence[Bundle], tokens: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, np.ndarray]:
         trunks = np.asarray([bundle.trunk for bundle in bundles])
         longest = int(trunks.max())
         # Trunks are padded on the left, so that a branch follows its trunk without a gap: models with sliding windows
@@ -103,8 +103,11 @@ class Forward:
             in_trunk = bundle * longest + padding[bundle] + position
             in_branch = len(bundles) * longest + index * width + position - trunks[bundle]
             place.append(np.where(position < trunks[bundle], in_trunk, in_branch))
-        states = torch.cat([trunk_states.flatten(0, 1), branch_states.flatten(0, 1)])
-        return states[self._tensor(np.concatenate(place))]
+        return self._gather(torch.cat([trunk_states.flatten(0, 1), branch_states.flatten(0, 1)]), place)
+
+    def _gather(self, states: torch.Tensor, places: Sequence[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
+        found, which = np.unique(np.concatenate(places), return_inverse=True)
+        return states[self._tensor(found)], which
 
     def _run(
         self,
@@ -153,8 +156,8 @@ class Forward:
         with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
             for micro_batch in (plain, branched):
                 try:
-                    logits = self.logits(self.states(micro_batch, tokens, wanted))
-                    logprobs = logits.log_softmax(-1).gather(1, labels[:, None])
+                    states, which = self.states(micro_batch, tokens, wanted)
+                    logprobs = self.logits(states).log_softmax(-1)[self._tensor(which), labels]
                     found += [logprobs.detach(), *torch.autograd.grad(logprobs.mean(), parameter)]
                 except Exception as error:
                     if micro_batch is plain:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from longrein.learning.loss import Objective, clipped, kl_k1, kl_k3
 from longrein.trainer.torch.forward import Forward
 from longrein.trainer.torch.policy import Policy
 from longrein.trajectory.batch import Row
-from longrein.trajectory.packing import MicroBatch, pack
+from longrein.trajectory.packing import pack
 
 log = logging.getLogger(__name__)
 
@@ -147,76 +148,56 @@ class Learner:
 
     def _gradient(self, rows: Sequence[Row], objective: Objective, sums: Sums) -> None:
         """Add the gradient of Σ w·ℓ over `rows` to the parameters' and what is worth knowing to `sums`."""
-        places = [np.flatnonzero(row.trained) for row in rows]
-        # What follows the last trained token of a row, and that token itself, predicts nothing.
-        inputs = [row.tokens[: place[-1]] for row, place in zip(rows, places, strict=True)]
-        lengths = [len(ids) for ids in inputs]
-        wanted = [place - 1 for place in places]
+        contexts, members = _distinct(rows)
+        wanted = [np.concatenate([np.flatnonzero(row.trained) - 1 for row in same]) for same in members]
+        lengths = [len(ids) for ids in contexts]
         budget = self._trainer.tokens_per_micro_batch
-        packed = pack(inputs, budget)
+        packed = pack(contexts, budget)
         if any(bundle.trunk for batch in packed for bundle in batch.bundles) and not self._forward.shares_prefixes:
-            packed = pack(inputs, budget, min_trunk=None)
+            packed = pack(contexts, budget, min_trunk=None)
         with self._casting():  # one context for all micro-batches: weights are cast once
             for micro_batch in packed:
-                columns = self._columns([rows[index] for index in micro_batch.rows], micro_batch, places)
-                states = self._forward.states(micro_batch, inputs, wanted)
-                at_once = max(1, LOGITS_AT_ONCE[self.policy.device.type] // self.policy.vocab_size)
-                chunks = zip(*(column.split(at_once) for column in (states.detach(), *columns)), strict=True)
-                gradients = [self._predict(*chunk, objective=objective, sums=sums) for chunk in chunks]
+                states, which = self._forward.states(micro_batch, contexts, wanted)
+                targets = Targets.of([row for index in micro_batch.rows for row in members[index]], which, states)
+                gradients = [
+                    self._predict(part, targets.part(start, start + len(part)), objective, sums)
+                    for start, part in self._chunks(states.detach())
+                ]
                 with self._uncast():
                     states.backward(torch.cat(gradients))
                 sums.micro_batches += 1
                 sums.computed_tokens += micro_batch.computed_tokens(lengths)
 
-    def _columns(
-        self, rows: Sequence[Row], micro_batch: MicroBatch, places: Sequence[np.ndarray]
-    ) -> list[torch.Tensor]:
-        """Label, behaviour log-probability, advantage and weight of a micro-batch's trained tokens, each [n]."""
-        at = [places[index] for index in micro_batch.rows]
-        columns = [
-            np.concatenate([getattr(row, name)[place] for row, place in zip(rows, at, strict=True)])
-            for name in ("tokens", "logprobs", "advantages", "weights")
-        ]
-        wide = torch.float64 if self._parameters[0].dtype == torch.float64 else torch.float32
-        types = (torch.int64, wide, wide, wide)
-        return [torch.from_numpy(c).to(self.policy.device, t) for c, t in zip(columns, types, strict=True)]
+    def _chunks(self, states: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        at_once = max(1, LOGITS_AT_ONCE[self.policy.device.type] // self.policy.vocab_size)
+        for start in range(0, len(states), at_once):
+            yield start, states[start : start + at_once]
 
-    def _predict(
-        self,
-        states: torch.Tensor,
-        labels: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantages: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        objective: Objective,
-        sums: Sums,
-    ) -> torch.Tensor:
-        """The gradient of a chunk's loss to its states, [n, H]; that to the head's parameters is added to theirs."""
+    def _predict(self, states: torch.Tensor, targets: Targets, objective: Objective, sums: Sums) -> torch.Tensor:
+        """The gradient of a chunk's loss to its states, [s, H]; that to the head's parameters is added to theirs."""
         states.requires_grad_()
         logits = self._forward.logits(states)
         with torch.no_grad(), self._uncast():
-            # Written out rather than left to autograd, which would keep several copies of [n, V].
+            # Written out rather than left to autograd, which would keep several copies of [s, V].
             scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature
             scores -= scores.amax(-1, keepdim=True)
-            chosen = scores.gather(1, labels[:, None])[:, 0]
+            chosen = scores[targets.which, targets.labels]
             probabilities = scores.exp()
             total = probabilities.sum(-1)
-            mean_score = torch.linalg.vecdot(probabilities, scores) / total
-            logprobs = chosen - total.log()
-            entropy = total.log() - mean_score
+            entropy = total.log() - torch.linalg.vecdot(probabilities, scores) / total
+            logprobs = chosen - total.log()[targets.which]
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()
-            losses = objective.token_losses(leaf, behaviour, advantages)
-            (slope,) = torch.autograd.grad((weights * losses).sum(), leaf)
-        with torch.no_grad():
+            losses = objective.token_losses(leaf, targets.behaviour, targets.advantages)
+            (slope,) = torch.autograd.grad((targets.weights * losses).sum(), leaf)
+        with torch.no_grad(), self._uncast():
             # d log p(label) / d logits = (onehot(label) - p) / temperature
             slope = slope / self._temperature
-            gradient = probabilities.mul_((-slope / total)[:, None])
-            gradient.scatter_add_(1, labels[:, None], slope[:, None])
-        with self._uncast():
+            of_state = torch.zeros_like(total).index_add_(0, targets.which, slope)
+            gradient = probabilities.mul_((-of_state / total)[:, None])
+            gradient.index_put_((targets.which, targets.labels), slope, accumulate=True)
             logits.backward(gradient.to(logits.dtype))
-        sums.add(objective, logprobs, behaviour, advantages, weights, losses.detach(), entropy)
+        sums.add(objective, targets, logprobs, losses.detach(), entropy[targets.which])
         assert states.grad is not None
         return states.grad
 
@@ -229,6 +210,59 @@ class Learner:
     def _uncast(self) -> Iterator[None]:
         with torch.autocast(self.policy.device.type, enabled=False):
             yield
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The trained tokens that a stretch of states predicts, [n] each, in order of their states."""
+
+    which: torch.Tensor
+    """int64: index of the token's state."""
+    labels: torch.Tensor
+    """int64 token ids."""
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], which: np.ndarray, states: torch.Tensor) -> Targets:
+        """The trained tokens of `rows`, one row after the other, whose states are `which`."""
+        order = np.argsort(which, kind="stable")
+        wide = torch.promote_types(states.dtype, torch.float32)
+
+        def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+            values = np.concatenate([getattr(row, name)[row.trained] for row in rows])[order]
+            return torch.from_numpy(values).to(states.device, dtype)
+
+        return cls(
+            torch.from_numpy(which[order]).to(states.device),
+            column("tokens", torch.int64),
+            *(column(name, wide) for name in ("logprobs", "advantages", "weights")),
+        )
+
+    def part(self, start: int, stop: int) -> Targets:
+        """Those of the states start … stop - 1."""
+        first, last = torch.searchsorted(self.which, self.which.new_tensor([start, stop])).tolist()
+        here = slice(first, last)
+        columns = (self.labels, self.behaviour, self.advantages, self.weights)
+        return Targets(self.which[here] - start, *(column[here] for column in columns))
+
+
+def _distinct(rows: Sequence[Row]) -> tuple[list[np.ndarray], list[list[Row]]]:
+    """The distinct contexts up to each row's last trained token, and the rows that have each.
+
+    Rollouts of a task often come out equal to the token, and then one pass serves them all. The last trained token
+    itself, and what follows it, predicts nothing.
+    """
+    members: dict[bytes, list[Row]] = {}
+    contexts: list[np.ndarray] = []
+    for row in rows:
+        context = row.tokens[: np.flatnonzero(row.trained)[-1]]
+        same = members.setdefault(context.tobytes(), [])
+        if not same:
+            contexts.append(context)
+        same.append(row)
+    return contexts, list(members.values())
 
 
 class Sums:
@@ -247,13 +281,13 @@ class Sums:
     def add(
         self,
         objective: Objective,
+        targets: Targets,
         logprobs: torch.Tensor,
-        behaviour: torch.Tensor,
-        advantages: torch.Tensor,
-        weights: torch.Tensor,
         losses: torch.Tensor,
         entropy: torch.Tensor,
     ) -> None:
+        """Count one chunk's tokens, [n] each."""
+        behaviour, advantages, weights = targets.behaviour, targets.advantages, targets.weights
         self.count += len(losses)
         self._loss += float((weights * losses).sum())
         self._weight += float(weights.sum())
