@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
 import shutil
 import signal
 import stat
@@ -168,6 +167,8 @@ def lay_over(overlay: Path, work: Path) -> None:
 
 def _bounds(limits: Limits) -> list[str]:
     """The command prefix that sets the limits, and kills the sandbox with the process that started it."""
+    import resource  # not on Windows, where only this part of the module is missing
+
     options = []
     for name, kind, value in (
         ("cpu", resource.RLIMIT_CPU, limits.cpu_seconds),

@@ -264,6 +264,25 @@ async def test_what_an_earlier_controller_left_is_taken_up(tmp_path: Path) -> No
     assert client.store["foreign"].status.state is RolloutState.running
 
 
+async def test_a_rollout_that_cannot_be_started_does_not_hold_up_others(tmp_path: Path) -> None:
+    write(tmp_path, "grader.py", GRADER)
+    client = FakeClient()
+    start, refusals = client.start_attempt, []
+
+    async def start_attempt(rollout_id: str):
+        if rollout_id.startswith("bad"):
+            refusals.append(rollout_id)
+            raise ApiError(409, "not now")
+        return await start(rollout_id)
+
+    client.start_attempt = start_attempt  # type: ignore[method-assign]
+    names = ["bad0", "bad1", "bad2", "good0", "good1"]
+    await client.add_rollouts([NewRollout({}, rollout_id=name) for name in names])
+    async with controlling(make_config(tmp_path, agent={"max_concurrent": 1}), client):
+        await client.until(lambda: all(client.store[n].status.state is RolloutState.succeeded for n in names[3:]))
+    assert sorted(refusals) == names[:3]
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
@@ -327,6 +346,9 @@ async def test_a_reward_from_the_agent(tmp_path: Path, caplog: pytest.LogCapture
 
 
 async def test_native_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import psutil, sys; sys.modules['resource'] = None; import longrein.controller.reconcile"  # which Windows lacks
+    importing = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await importing.wait() == 0
     monkeypatch.setattr(local.sys, "platform", "win32")
     with pytest.raises(ConfigError, match="WSL2"):
         await run_controller(make_config(tmp_path), FakeClient(), asyncio.Event())

@@ -56,6 +56,7 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 15.0
 GRADE_WORKERS = 4
 
+REQUESTS = 4  # asked of the gateway at once; more make each of them dearer (a pool of connections to search)
 STOP_SECONDS = 5.0  # longest wait for the gateway once the controller is to stop
 
 
@@ -78,11 +79,16 @@ class _Controller:
     site: Site
     graders: Graders
     tell: Callable[[Change], Any]
+    requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS))
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The rollouts taken, by id."""
     waiting: int = 0
     """Rollouts taken whose (next) attempt has no slot yet."""
+    starting: set[str] = field(default_factory=set)
+    """Rollouts taken that the queue still lists."""
+    given_up: int = 0
+    """Rollouts that the queue may list though they cannot be started."""
     running: int = 0
     grading: int = 0
     """Attempts whose agent has ended and whose rollout has not."""
@@ -155,8 +161,8 @@ async def _take(controller: _Controller) -> None:
     """Take queued rollouts whenever there is room, until stop."""
     pause = FIRST_PAUSE
     while not controller.stop.is_set():
-        await controller.until(lambda: controller.room() > controller.waiting)
-        version, limit = controller.version, controller.room() + controller.waiting
+        await controller.until(lambda: controller.room() > controller.waiting and not controller.starting)
+        version, limit = controller.version, controller.room() - controller.waiting + controller.given_up
         poll = controller.client.rollouts([RolloutState.queuing], limit=max(1, limit), wait=POLL_SECONDS)
         try:
             queued = await _or_stop(controller, poll)
@@ -169,8 +175,9 @@ async def _take(controller: _Controller) -> None:
         pause = FIRST_PAUSE
         fresh = [r.rollout_id for r in queued or [] if r.rollout_id not in controller.tasks]
         for rollout_id in fresh:
+            controller.starting.add(rollout_id)
             await _begin(controller, rollout_id, tried=0)
-        if queued and not fresh:  # all listed are taken and about to start; when one has, the list is another
+        if queued and not fresh:  # all listed were given up; ask again when something has changed
             await controller.until(lambda: controller.version != version)  # noqa: B023
 
 
@@ -211,12 +218,16 @@ async def _guarded(controller: _Controller, rollout_id: str, tried: int) -> None
         await _rollout(controller, rollout_id, tried)
     except ApiError as error:  # it was deleted, or finished by somebody else, while it was run here
         logger.warning("rollout %s is given up: %s", rollout_id, error)
+        controller.starting.discard(rollout_id)
+        await controller.changed(given_up=1)
         await _or_stop(controller, asyncio.sleep(LONGEST_PAUSE))  # the queue may list it for ever
+        await controller.changed(given_up=-1)
     except Exception as error:
         logger.exception("rollout %s failed in the controller", rollout_id)
         with contextlib.suppress(ApiError):
             await _fail(controller, rollout_id, f"the controller failed: {type(error).__name__}: {error}")
     finally:
+        controller.starting.discard(rollout_id)
         del controller.tasks[rollout_id]
         await controller.changed()
 
@@ -290,7 +301,9 @@ async def _start_attempt(controller: _Controller, rollout_id: str) -> StartedAtt
     pause = FIRST_PAUSE
     while not controller.stop.is_set():
         try:
-            started = await controller.client.start_attempt(rollout_id)
+            async with controller.requests:
+                started = await controller.client.start_attempt(rollout_id)
+            controller.starting.discard(rollout_id)
             await controller.changed()
             return started
         except ApiError as error:
@@ -387,7 +400,8 @@ async def _insist(controller: _Controller, ask: Callable[[], Awaitable[T]]) -> T
     pause = FIRST_PAUSE
     while True:
         try:
-            answer = await _or_stop(controller, ask(), late=STOP_SECONDS)
+            async with controller.requests:
+                answer = await _or_stop(controller, ask(), late=STOP_SECONDS)
             if answer is None:  # which no request answers
                 raise ApiError(0, f"{STOPPED} before the gateway answered")
             return answer
