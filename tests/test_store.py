@@ -51,8 +51,8 @@ def rollout(name: str, **fields: Any) -> Rollout:
 
 
 def call(number: int, **fields: Any) -> Call:
-    base: dict[str, Any] = {"rollout_id": "r", "attempt_id": "0", "dialect": "chat", "mode": "train", "model": "m"}
-    return Call(number=number, **(base | {"engine": "policy"} | fields))
+    named: dict[str, Any] = {"rollout_id": "r", "attempt_id": "0"} | fields
+    return Call(number=number, dialect="chat", mode="train", model="m", engine="policy", **named)
 
 
 def event(number: int, kind: str = "note") -> Event:

@@ -59,7 +59,7 @@ class Client:
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=10.0, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
             mounts={"all://127.0.0.1": None, "all://localhost": None, "all://[::1]": None},
         )
 

@@ -21,6 +21,7 @@ from longrein.config import Config
 from longrein.gateway.serve import Gateway, GatewayServer, listen, open_gateway
 
 KEY = "run-key"
+ANY = httpx.Limits(max_connections=None, max_keepalive_connections=8)
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Served:
     gateway: Gateway
     url: str
     http: httpx.AsyncClient
+    anonymous: httpx.AsyncClient
+    """Carries no key."""
     server: uvicorn.Server
 
     async def add(self, rollout_id: str = "r", **fields: Any) -> str:
@@ -52,13 +55,13 @@ class Served:
 
     async def recorded(self, count: int, rollout_id: str = "r") -> list[dict[str, Any]]:
         """The attempt's calls once there are `count` of them."""
-        while len(calls := await self.calls(rollout_id)) < count:
+        while len(calls := await self.calls(rollout_id)) < count:  # noqa: ASYNC110 (over HTTP there is no event)
             await asyncio.sleep(0.01)
         return calls
 
     async def seen(self) -> None:
         """Return once the gateway has a request in hand."""
-        while not self.server.server_state.tasks:
+        while not self.server.server_state.tasks:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(0.01)
 
     async def clear(self) -> None:
@@ -81,16 +84,19 @@ def configured(folder: Path, **sections: dict[str, Any]) -> Config:
 @asynccontextmanager
 async def serving(folder: Path, **sections: dict[str, Any]) -> AsyncIterator[Served]:
     """Serve a gateway whose run folder is in `folder`."""
-    gateway = open_gateway(configured(folder, **sections))
-    listener = listen("127.0.0.1", 0)
+    config = configured(folder, **sections)
+    gateway = open_gateway(config)
+    listener = listen("127.0.0.1", config.gateway.port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = GatewayServer(gateway, url, None)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
-        async with httpx.AsyncClient(
-            base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False
-        ) as http:
-            yield Served(gateway, url, http, server)
+        key = {"authorization": f"Bearer {KEY}"}
+        async with (
+            httpx.AsyncClient(base_url=url, headers=key, timeout=60, trust_env=False, verify=False, limits=ANY) as http,
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False) as anonymous,
+        ):
+            yield Served(gateway, url, http, anonymous, server)
     finally:
         server.should_exit = True
         await task

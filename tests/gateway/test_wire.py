@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -53,12 +52,11 @@ async def finish(served: Served, *rollout_ids: str, state: str = "succeeded") ->
 
 
 async def test_health_needs_no_key(served: Served) -> None:
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
-        health = await http.get("/healthz")
-        assert (health.status_code, health.json()) == (200, {"status": "ok"})
-        assert (await http.get("/")).status_code == 200
-        head = await http.head("/")
-        assert (head.status_code, head.content) == (200, b"")
+    health = await served.anonymous.get("/healthz")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert (await served.anonymous.get("/")).status_code == 200
+    head = await served.anonymous.head("/")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 @pytest.mark.parametrize(
@@ -91,14 +89,14 @@ async def test_health_needs_no_key(served: Served) -> None:
     ],
 )
 async def test_every_route_needs_a_key(served: Served, method: str, route: str) -> None:
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": KEY}):
-            refused = await http.request(method, route, headers=headers, json=[])
-            assert refused.status_code == 401, route
-            assert ("error" if route.startswith(("/v1", "/proxy/rollout")) else "detail") in refused.json()
-            assert refused.headers["www-authenticate"] == "Bearer"
-        for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"authorization": f"bearer {KEY}"}):
-            assert (await http.request(method, route, headers=headers, json=[])).status_code != 401
+    headers: dict[str, str]
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": KEY}):
+        refused = await served.anonymous.request(method, route, headers=headers, json=[])
+        assert refused.status_code == 401, route
+        assert ("error" if route.startswith(("/v1", "/proxy/rollout")) else "detail") in refused.json()
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"authorization": f"bearer {KEY}"}):
+        assert (await served.anonymous.request(method, route, headers=headers, json=[])).status_code != 401
 
 
 # --- Rollouts

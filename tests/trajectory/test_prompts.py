@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from longrein.records import Call
 from longrein.trajectory.prompts import branch_ids, messages_of, prompt_ids, tools_of
 
 
-def call(number: int, **fields: object) -> Call:
+def call(number: int, **fields: Any) -> Call:
     return Call(
         rollout_id="r",
         attempt_id="0",
@@ -18,7 +20,7 @@ def call(number: int, **fields: object) -> Call:
         model="m",
         engine="policy",
         **fields,
-    )  # type: ignore[arg-type]
+    )
 
 
 @st.composite

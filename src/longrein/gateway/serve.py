@@ -31,6 +31,9 @@ log = logging.getLogger("longrein.gateway")
 #: Seconds that requests in flight get to end after SIGTERM; then they are cancelled, and recorded as abandoned.
 SHUTDOWN_SECONDS = 5
 
+#: Idle connections to engines that are kept. For each request the pool's work grows with the idle ones times all.
+KEPT_CONNECTIONS = 16
+
 
 class Calls(Protocol):
     """What answers model requests: token by token, or by an endpoint's answers."""
@@ -109,7 +112,7 @@ def open_gateway(config: Config) -> Gateway:
             access=Access(key, store, config.reward.from_),
             http=httpx.AsyncClient(
                 timeout=httpx.Timeout(None, connect=10.0),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
                 # A proxy for the outside world is none for engines on this machine.
                 mounts={"all://127.0.0.1": None, "all://localhost": None, "all://[::1]": None},
             ),

@@ -45,8 +45,9 @@ class Lineage:
 
     def place(self, call: Call, prompt: Sequence[int] | None, messages: list[Json], tools: list[Json]) -> None:
         """Fill in `call`'s pointers and deltas. `prompt` is None where the endpoint gave no ids."""
-        shared_messages = self._shared_messages(messages)
-        parent = self._parent(shared_messages)
+        ids = np.asarray(prompt or [], dtype=np.int32)
+        shared, shared_messages = self._shared_ids(ids), self._shared_messages(messages)
+        parent = self._parent(shared_messages, shared)
         call.parent = None if parent is None else parent.number
         call.messages_keep = 0 if parent is None else _conversation_length(parent)
         call.messages = messages[call.messages_keep :]
@@ -54,8 +55,6 @@ class Lineage:
         call.tools = None if tools == tools_before else tools
         if prompt is None:
             return
-        ids = np.asarray(prompt, dtype=np.int32)
-        shared = self._shared_ids(ids)
         source = max(shared, key=lambda number: (shared[number], number), default=None)
         if source is not None and shared[source] > 0:
             call.prefix, call.prefix_length = source, shared[source]
@@ -92,14 +91,14 @@ class Lineage:
             shared[number] = start + count
         return shared
 
-    def _parent(self, shared: dict[int, int]) -> Call | None:
-        """The deepest answered call whose whole conversation the request repeats."""
+    def _parent(self, shared_messages: dict[int, int], shared: dict[int, int]) -> Call | None:
+        """The deepest answered call whose whole conversation the request repeats; of several, the one whose ids it does."""
         whole = [
             call
             for number, call in self._calls.items()
-            if call.status == "ok" and shared[number] == _conversation_length(call)
+            if call.status == "ok" and shared_messages[number] == _conversation_length(call)
         ]
-        return max(whole, key=lambda call: (_conversation_length(call), call.number), default=None)
+        return max(whole, key=lambda call: (_conversation_length(call), shared[call.number], call.number), default=None)
 
     def _cause(
         self,

@@ -210,12 +210,12 @@ class Passthrough:
                 if exchange.body.get("stream") is not True or not response.is_success:
                     await response.aread()  # an endpoint that dies while it answers is asked again
                 return response
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise await self._unreachable(exchange, error) from None
             except httpx.TransportError as error:
                 if wait is None:
                     raise await self._unreachable(exchange, error) from None
                 await asyncio.sleep(wait)
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise await self._unreachable(exchange, error) from None
         raise AssertionError("unreachable")
 
     async def _unreachable(self, exchange: Exchange, error: Exception) -> DialectError:

@@ -1,0 +1,110 @@
+"""The gateway as a process: what it writes down, how it ends, what it refuses, what it never imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from longrein.config import Config, ConfigError
+from longrein.gateway.serve import listen, open_gateway
+from longrein.store import Store
+
+from .serving import KEY, configured
+
+
+@contextmanager
+def gateway_process(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`longrein gateway` with no run file; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "longrein.cli", "gateway"]
+    for option in (f"run.dir={folder}", f"gateway.key={KEY}", *options):
+        command += ["--set", option]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield line.split()[-1] if line else "", process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def post(url: str, route: str, body: object) -> httpx.Response:
+    return httpx.post(url + route, json=body, headers={"x-api-key": KEY}, trust_env=False, timeout=60)
+
+
+def test_it_says_where_it_is_serves_and_ends_cleanly(tmp_path: Path) -> None:
+    note = tmp_path / "run" / "gateway.json"
+    with gateway_process(tmp_path) as (url, process):
+        assert json.loads(note.read_text()) == {"url": url, "pid": process.pid}
+        assert url.startswith("http://127.0.0.1:")
+        assert post(url, "/api/rollouts", [{"input": {}, "rollout_id": "r"}]).status_code == 201
+        with gateway_process(tmp_path) as (_, second):
+            assert second.wait() != 0
+            assert second.stderr is not None
+            assert "serves already" in second.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert not note.exists()
+    assert sorted(path.name for path in note.parent.iterdir()) == ["key", "store.sqlite"]
+    store = Store.open(f"sqlite:///{tmp_path / 'run' / 'store.sqlite'}", read_only=True)
+    assert [rollout.rollout_id for rollout in store.rollouts()] == ["r"]
+    store.close()
+
+
+def test_what_was_answered_survives_sigkill_and_the_next_gateway_has_it(tmp_path: Path) -> None:
+    with gateway_process(tmp_path) as (url, process):
+        post(url, "/api/rollouts", [{"input": {}, "rollout_id": "r"}])
+        token = post(url, "/api/rollouts/r/attempts", None).json()["token"]
+        post(url, "/api/rollouts/r/attempt/0/events", {"event_type": "reward", "data": {"value": 1}})
+        process.kill()
+        process.wait()
+    with gateway_process(tmp_path) as (url, _):  # the note of the dead one does not stop it
+        headers = {"authorization": f"Bearer {KEY}"}
+        detail = httpx.get(f"{url}/api/rollouts/r", headers=headers, trust_env=False).json()
+        assert (detail["rollout"]["status"]["state"], detail["attempts"]) == ("running", ["0"])
+        models = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {token}"}, trust_env=False)
+        assert models.status_code == 200  # the attempt's token is good as before
+
+
+def test_the_gateway_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, longrein.gateway.serve, longrein.gateway.calls, longrein.client; "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['numpy']"
+
+
+async def test_a_key_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run key"):
+        open_gateway(Config.model_validate({"run": {"dir": str(tmp_path)}}))
+    missing = {"gateway": {"key_file": str(tmp_path / "none")}}
+    with pytest.raises(ConfigError, match=r"gateway\.key_file: cannot be read"):
+        open_gateway(Config.model_validate({"run": {"dir": str(tmp_path)}} | missing))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        open_gateway(Config.model_validate({"gateway": {"key_file": str(tmp_path / "empty")}}))
+    assert os.listdir(tmp_path) == ["empty"]
+
+
+async def test_a_store_elsewhere_leaves_no_run_folder(tmp_path: Path) -> None:
+    gateway = open_gateway(configured(tmp_path, store={"url": f"sqlite:///{tmp_path / 'other.sqlite'}"}))
+    await gateway.close()
+    assert os.listdir(tmp_path) == ["other.sqlite"]
+
+
+def test_an_address_that_is_taken_is_an_error_that_names_it() -> None:
+    taken = listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"gateway\.port: cannot listen on 127\.0\.0\.1:{port}"):
+        listen("127.0.0.1", port)
+    taken.close()
