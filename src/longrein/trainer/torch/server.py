@@ -1,0 +1,384 @@
+"""The embedded engine: token ids in; ids, log-probabilities and versions out, over HTTP.
+
+It is served by the process that owns the weights, inside that process's event loop; all computing happens in one thread
+of its own. Between two decode steps the thread takes new requests and cancellations, hands on what was sampled, and
+freezes when it is told to: weights are updated while it stands still, and running sequences go on over their old keys
+and values with the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvicorn
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from longrein import config
+from longrein.trainer.torch.policy import Policy, refresh, sampling_model
+from longrein.trainer.torch.sampler import Sample, Sampler, Sampling
+
+log = logging.getLogger(__name__)
+
+#: Longest time that sampled tokens of a stream wait to be sent together.
+FLUSH_SECONDS = 0.05
+
+
+class SamplingParams(Struct, forbid_unknown_fields=True):
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: list[int] = []
+    seed: int = 0
+
+
+class GenerateRequest(Struct, forbid_unknown_fields=True):
+    """The body of POST /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+
+
+class AbortRequest(Struct, forbid_unknown_fields=True):
+    request_id: str
+
+
+@dataclass
+class Waiter:
+    """A request that is being answered: the loop's side of a `Sample`."""
+
+    sample: Sample
+    stream: bool
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: int = 0
+    flushed_at: float = 0.0
+    failure: str | None = None
+
+
+class BadRequest(Exception):
+    """A request that cannot be sampled; the message names the field."""
+
+
+class EngineServer:
+    """Serves a policy. Everything but computing happens in the event loop that called `start`."""
+
+    def __init__(self, policy: Policy, engine: config.Engine, *, sample_dtype: str = "same") -> None:
+        self.policy = policy
+        self._model = sampling_model(policy, sample_dtype)
+        self._sampler = Sampler(self._model, max_batch=engine.max_batch, cache_tokens=engine.cache_tokens)
+        self._waiters: dict[str, Waiter] = {}
+        self._inbox: list[Sample] = []
+        self._by_sample: dict[int, Waiter] = {}
+        self._lock = threading.Condition()
+        self._holds = 0
+        self._frozen = False
+        self._stopping = False
+        self._busy_seconds = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._frozen_news: asyncio.Event | None = None
+
+    # For the trainer
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen and compute; the address."""
+        self._loop = asyncio.get_running_loop()
+        self._frozen_news = asyncio.Event()
+        listener = socket.create_server((host, port), backlog=2048)
+        app = Starlette(
+            routes=[
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/abort", self._abort, methods=["POST"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/info", self._info, methods=["GET"]),
+            ]
+        )
+        self._server = _QuietServer(
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._thread = threading.Thread(target=self._compute, name="longrein-engine", daemon=True)
+        self._thread.start()
+        return f"http://{host}:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """End all requests and the thread."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        for waiter in list(self._waiters.values()):
+            waiter.failure = "the engine is stopping"
+            waiter.news.set()
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def hold(self) -> None:
+        """Freeze at the next token boundary; returns when nothing computes any more."""
+        assert self._frozen_news is not None, "start comes first"
+        with self._lock:
+            self._holds += 1
+            frozen = self._frozen
+            if not frozen:
+                self._frozen_news.clear()
+            self._lock.notify_all()
+        if not frozen:
+            await self._frozen_news.wait()
+
+    def release(self) -> None:
+        """Go on, once every hold is released."""
+        with self._lock:
+            if self._holds == 0:
+                raise RuntimeError("release without hold")
+            self._holds -= 1
+            self._lock.notify_all()
+
+    async def refresh(self, version: int) -> None:
+        """Take the learner's weights as policy version `version`. The engine has to be held."""
+        if not self._holds:
+            raise RuntimeError("refresh needs hold first: weights may not change under a running step")
+        await asyncio.to_thread(refresh, self._model, self.policy)
+        self._sampler.changed(version)
+
+    def stats(self) -> dict[str, float]:
+        """Counts since the start: tokens decoded, computed and reused of prompts, seconds busy, requests in flight."""
+        stats = self._sampler.stats
+        return {
+            "decoded_tokens": stats.decoded_tokens,
+            "decode_steps": stats.decode_steps,
+            "prefilled_tokens": stats.prefilled_tokens,
+            "reused_tokens": stats.reused_tokens,
+            "busy_seconds": self._busy_seconds,
+            "requests": len(self._waiters),
+        }
+
+    # The computing thread
+
+    def _compute(self) -> None:
+        while True:
+            with self._lock:
+                while not self._stopping and (self._holds or not self._has_work()):
+                    self._set_frozen(self._holds > 0)
+                    self._lock.wait()
+                self._set_frozen(False)
+                if self._stopping:
+                    return
+                arrived, self._inbox = self._inbox, []
+            for sample in arrived:
+                self._sampler.add(sample)
+            began = time.perf_counter()
+            try:
+                stepped = self._sampler.step()
+            except Exception as error:  # a step that fails may not hang those who wait
+                log.exception("a step of the engine failed")
+                stepped = [*self._sampler.waiting, *self._sampler.running]
+                self._sampler = self._sampler.renewed()
+                self._tell(stepped, f"{type(error).__name__}: {error}")
+                continue
+            self._busy_seconds += time.perf_counter() - began
+            self._tell(stepped, None)
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._sampler.waiting or self._sampler.running)
+
+    def _set_frozen(self, frozen: bool) -> None:
+        if frozen and not self._frozen:
+            assert self._loop is not None and self._frozen_news is not None
+            self._loop.call_soon_threadsafe(self._frozen_news.set)
+        self._frozen = frozen
+
+    def _tell(self, stepped: list[Sample], failure: str | None) -> None:
+        """Wake those who want to know: streams now and then, all others at their end."""
+        now = time.monotonic()
+        awake: list[Waiter] = []
+        for sample in stepped:
+            waiter = self._by_sample.get(id(sample))
+            if waiter is None:
+                continue
+            waiter.failure = failure
+            ended = sample.finish_reason is not None or failure is not None
+            if ended or (waiter.stream and now - waiter.flushed_at >= FLUSH_SECONDS):
+                waiter.flushed_at = now
+                awake.append(waiter)
+        if awake:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(_wake, awake)
+
+    # The routes
+
+    async def _generate(self, request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=GenerateRequest)
+            sample = self._sample(asked)
+        except msgspec.ValidationError as error:
+            return _error(400, str(error))
+        except msgspec.DecodeError as error:
+            return _error(400, f"not valid JSON: {error}")
+        except BadRequest as error:
+            return _error(400, str(error))
+        waiter = Waiter(sample, asked.stream)
+        self._waiters[asked.request_id] = waiter
+        self._by_sample[id(sample)] = waiter
+        with self._lock:
+            self._inbox.append(sample)
+            self._lock.notify_all()
+        if asked.stream:
+            return StreamingResponse(self._stream(asked.request_id, waiter), media_type="text/event-stream")
+        return await self._whole(request, asked.request_id, waiter)
+
+    def _sample(self, asked: GenerateRequest) -> Sample:
+        options, count = asked.sampling_params, len(asked.token_ids)
+        if asked.request_id in self._waiters:
+            raise BadRequest(f"request_id: {asked.request_id} is being answered already")
+        if not count:
+            raise BadRequest("token_ids: the prompt is empty")
+        if not all(0 <= id < self.policy.vocab_size for id in asked.token_ids):
+            raise BadRequest(f"token_ids: expected ids from 0 to {self.policy.vocab_size - 1}")
+        if options.max_tokens < 1 or count + options.max_tokens > self.policy.context:
+            raise BadRequest(
+                f"max_tokens: {count} prompt tokens and {options.max_tokens} more do not fit into the context of "
+                f"{self.policy.context} tokens"
+            )
+        if options.temperature < 0 or not 0 < options.top_p <= 1 or options.top_k < 0:
+            raise BadRequest("temperature and top_k: expected 0 or more; top_p: expected more than 0 and at most 1")
+        return Sample(
+            np.asarray(asked.token_ids, np.int32),
+            Sampling(
+                options.max_tokens,
+                options.temperature,
+                options.top_p,
+                options.top_k,
+                frozenset(options.stop_token_ids),
+                options.seed,
+            ),
+        )
+
+    async def _whole(self, request: Request, request_id: str, waiter: Waiter) -> Response:
+        gone = asyncio.ensure_future(_disconnected(request))
+        news = asyncio.ensure_future(waiter.news.wait())
+        try:
+            await asyncio.wait({gone, news}, return_when=asyncio.FIRST_COMPLETED)
+            if waiter.failure is not None:
+                return _error(500, waiter.failure)
+            if not news.done():
+                return Response(status_code=499)
+            return _json(_news(waiter))
+        finally:
+            gone.cancel()
+            news.cancel()
+            self._forget(request_id, waiter)
+
+    async def _stream(self, request_id: str, waiter: Waiter) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                await waiter.news.wait()
+                waiter.news.clear()
+                if waiter.failure is not None:
+                    yield b"data: " + msgspec.json.encode({"error": {"message": waiter.failure}}) + b"\n\n"
+                    return
+                ended = waiter.sample.finish_reason is not None
+                yield b"data: " + msgspec.json.encode(_news(waiter)) + b"\n\n"
+                if ended:
+                    yield b"data: [DONE]\n\n"
+                    return
+        finally:
+            self._forget(request_id, waiter)
+
+    def _forget(self, request_id: str, waiter: Waiter) -> None:
+        """The answer has left or its client has: what still runs for it ends at the next step."""
+        self._waiters.pop(request_id, None)
+        self._by_sample.pop(id(waiter.sample), None)
+        if waiter.sample.finish_reason is None:
+            waiter.sample.aborted = True
+
+    async def _abort(self, request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=AbortRequest)
+        except msgspec.DecodeError as error:
+            return _error(400, str(error))
+        waiter = self._waiters.get(asked.request_id)
+        if waiter is None:
+            return _error(404, f"request_id: {asked.request_id} is not being answered")
+        waiter.sample.aborted = True
+        return _json({"status": "ok"})
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _info(self, request: Request) -> Response:
+        return _json(
+            {
+                "model": str(self.policy.folder),
+                "version": self._sampler.version,
+                "context": self.policy.context,
+                "vocab_size": self.policy.vocab_size,
+            }
+        )
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without signal handlers: the process that owns the weights has its own."""
+
+    def install_signal_handlers(self) -> None:
+        pass
+
+    def capture_signals(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+def _wake(waiters: list[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.news.set()
+
+
+def _news(waiter: Waiter) -> dict[str, Any]:
+    """What has been sampled since the last time."""
+    sample, start = waiter.sample, waiter.sent
+    finish, end = sample.finish_reason, len(sample.versions)  # versions are appended last
+    waiter.sent = end
+    versions: list[list[int]] = []
+    for version in sample.versions[start:end]:
+        if versions and versions[-1][0] == version:
+            versions[-1][1] += 1
+        else:
+            versions.append([version, 1])
+    return {
+        "token_ids": sample.sampled[start:end],
+        "logprobs": sample.logprobs[start:end],
+        "versions": versions,
+        "finish_reason": finish,
+    }
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _error(status: int, message: str) -> Response:
+    return _json({"error": {"message": message}}, status)
