@@ -31,12 +31,12 @@ open("answer.txt", "w").write(word or "")
 '''
 
 GRADER = '''\
-"""The word's share of letters up to h: a random model has half of them."""
+"""How many of the word's four letters are up to h: a random model writes a quarter of such."""
 
 
 def grade(task, transcript, workspace, exit_status):
     word = (workspace / "answer.txt").read_text()
-    return {"reward": sum(letter in "abcdefgh" for letter in word) / 4, "letters": len(word)}
+    return {"reward": sum(letter in "abcdefgh" for letter in word[:4]) / 4, "letters": len(word)}
 
 
 def teach(messages, tools):
@@ -71,7 +71,7 @@ def make_model(folder: Path) -> Path:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         described = LlamaConfig(vocab_size=len(characters), max_position_embeddings=256, **shape, **ids)

@@ -27,11 +27,13 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = Field("run", description="Name of the run; its files live in DIR/NAME.")
-    dir: str = Field("runs", description="Folder that holds the runs. Relative to where the command is started.")
-    seed: int = Field(0, description="Seed of the task order, of sampling and of the learner.")
+    name: str = Field(default="run", description="Name of the run; its files live in DIR/NAME.")
+    dir: str = Field(
+        default="runs", description="Folder that holds the runs. Relative to where the command is started."
+    )
+    seed: int = Field(default=0, description="Seed of the task order, of sampling and of the learner.")
     folder: str = Field(
-        "", description="Folder that module:function names are imported from; empty is the run file's own."
+        default="", description="Folder that module:function names are imported from; empty is the run file's own."
     )
 
     @property
@@ -41,221 +43,252 @@ class Run(Section):
 
 
 class Lora(Section):
-    rank: int = Field(0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
-    alpha: float = Field(32.0, gt=0, description="LoRA scale (the update is multiplied by alpha / rank).")
-    targets: list[str] = Field(["all-linear"], description="Module names that get adapters, or all-linear.")
+    rank: int = Field(default=0, ge=0, description="Rank of the LoRA adapters; 0 trains all weights.")
+    alpha: float = Field(default=32.0, gt=0, description="LoRA scale (the update is multiplied by alpha / rank).")
+    targets: list[str] = Field(default=["all-linear"], description="Module names that get adapters, or all-linear.")
 
 
 class Model(Section):
-    name: str = Field("policy", description="Name under which harnesses ask for the model.")
+    name: str = Field(default="policy", description="Name under which harnesses ask for the model.")
     path: str = Field(
-        "", description="Model folder or hub name. Empty: calls go to endpoints registered by POST /api/models."
+        default="", description="Model folder or hub name. Empty: calls go to endpoints registered by POST /api/models."
     )
-    chat_template: str = Field("", description="Jinja file used instead of the model's own chat template.")
-    context: int = Field(0, ge=0, description="Longest prompt plus reply in tokens; 0 takes the model's own maximum.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the learner's weights.")
+    chat_template: str = Field(default="", description="Jinja file used instead of the model's own chat template.")
+    context: int = Field(
+        default=0, ge=0, description="Longest prompt plus reply in tokens; 0 takes the model's own maximum."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of the learner's weights.")
     autocast: Literal["auto", "none", "bfloat16"] = Field(
-        "auto", description="Type of the learner's matrix products; auto is bfloat16 where the device does it faster."
+        default="auto",
+        description="Type of the learner's matrix products; auto is bfloat16 where the device does it faster.",
     )
     sample_dtype: Literal["same", "float32", "bfloat16"] = Field(
-        "same", description="Type of the sampler's weights; same samples from the learner's own weights."
+        default="same", description="Type of the sampler's weights; same samples from the learner's own weights."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the embedded engine and learner compute.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the embedded engine and learner compute."
+    )
     parser: str = Field(
-        "auto",
+        default="auto",
         description="Reads reasoning and tool calls out of sampled text: auto, hermes, none or a family of the renderers package.",
     )
     system_messages: Literal["auto", "template", "user"] = Field(
-        "auto",
+        default="auto",
         description="A system message that the template refuses: template leaves it alone, user turns it into a user message, auto probes.",
     )
-    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters (needs the peft package).")  # type: ignore[arg-type]
+    lora: Lora = Field(default_factory=Lora, description="Low-rank adapters (needs the peft package).")
 
 
 class Engine(Section):
     kind: Literal["embedded", "openai", "scripted"] = Field(
-        "embedded",
+        default="embedded",
         description="What samples tokens: the trainer's own process, a text-only OpenAI-compatible endpoint, or a Python function.",
     )
-    url: str = Field("", description="Endpoint of kind openai, with its /v1.")
-    model: str = Field("", description="Model name that the endpoint of kind openai knows; empty sends model.name.")
-    api_key_env: str = Field("", description="Environment variable that holds the key of the openai endpoint.")
-    script: str = Field("", description="module:function of kind scripted: from a request to the reply it plays.")
-    max_batch: int = Field(64, ge=1, description="Sequences that the embedded engine decodes together.")
-    cache_tokens: int = Field(
-        65536, ge=0, description="Tokens of finished calls whose keys and values are kept for the next turn."
+    url: str = Field(default="", description="Endpoint of kind openai, with its /v1.")
+    model: str = Field(
+        default="", description="Model name that the endpoint of kind openai knows; empty sends model.name."
     )
-    max_reply_tokens: int = Field(1024, ge=1, description="Longest reply of a call that names no limit of its own.")
+    api_key_env: str = Field(default="", description="Environment variable that holds the key of the openai endpoint.")
+    script: str = Field(
+        default="", description="module:function of kind scripted: from a request to the reply it plays."
+    )
+    max_batch: int = Field(default=64, ge=1, description="Sequences that the embedded engine decodes together.")
+    cache_tokens: int = Field(
+        default=65536, ge=0, description="Tokens of finished calls whose keys and values are kept for the next turn."
+    )
+    max_reply_tokens: int = Field(
+        default=1024, ge=1, description="Longest reply of a call that names no limit of its own."
+    )
     threads: int = Field(
-        0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice."
+        default=0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice."
     )
 
 
 class Gateway(Section):
-    host: str = Field("127.0.0.1", description="Address to listen on. Any but loopback needs a key.")
-    port: int = Field(0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    url: str = Field("", description="A gateway that runs already; empty starts one with the run.")
-    key: str = Field("", description="Run key of trainer, controller and operator; empty makes a random one.")
-    key_file: str = Field("", description="File that holds the run key.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on. Any but loopback needs a key.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    url: str = Field(default="", description="A gateway that runs already; empty starts one with the run.")
+    key: str = Field(default="", description="Run key of trainer, controller and operator; empty makes a random one.")
+    key_file: str = Field(default="", description="File that holds the run key.")
     history: Literal["faithful", "sampled", "rendered"] = Field(
-        "faithful",
+        default="faithful",
         description="What a later turn sees of earlier ones: what the template gives, with recorded ids where text agrees (faithful); the model's own tokens (sampled); all encoded anew (rendered).",
     )
     control_text: Literal["text", "refuse", "special"] = Field(
-        "text", description="Control tokens written inside message content: ordinary text, an error, or what they say."
+        default="text",
+        description="Control tokens written inside message content: ordinary text, an error, or what they say.",
     )
     train_temperature: float = Field(
-        1.0, gt=0, description="Temperature of every call in mode train, whatever the harness asks."
+        default=1.0, gt=0, description="Temperature of every call in mode train, whatever the harness asks."
     )
     val_temperature: float = Field(
-        0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks."
+        default=0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks."
     )
     max_body_bytes: int = Field(
-        32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
+        default=32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
     )
 
 
 class Gate(Section):
     on_pause: Literal["hold", "refuse"] = Field(
-        "hold", description="Calls during a pause wait (hold) or get 429 (refuse)."
+        default="hold", description="Calls during a pause wait (hold) or get 429 (refuse)."
     )
-    hold_seconds: float = Field(240.0, gt=0, description="Longest wait of a held call before it is refused with 429.")
+    hold_seconds: float = Field(
+        default=240.0, gt=0, description="Longest wait of a held call before it is refused with 429."
+    )
 
 
 class Store(Section):
-    url: str = Field("", description="SQLAlchemy URL of the record; empty is SQLite in the run's folder.")
+    url: str = Field(default="", description="SQLAlchemy URL of the record; empty is SQLite in the run's folder.")
     fsync: bool = Field(
-        False, description="Make every commit survive a power loss too, not only the death of a process."
+        default=False, description="Make every commit survive a power loss too, not only the death of a process."
     )
 
 
 class Agent(Section):
     command: list[str] = Field(
-        [],
+        default=[],
         description="The harness's command. {task.FIELD} is replaced by a field of the task, {task_file} by its file.",
     )
-    agent_class: str = Field("", description="An Agent Lightning agent class (module:Class) instead of a command.")
-    env: dict[str, str] = Field({}, description="Environment variables; {task.FIELD} is replaced as in the command.")
+    agent_class: str = Field(
+        default="", description="An Agent Lightning agent class (module:Class) instead of a command."
+    )
+    env: dict[str, str] = Field(
+        default={}, description="Environment variables; {task.FIELD} is replaced as in the command."
+    )
     preload: list[str] = Field(
-        [], description="Modules that a warm Python parent imports once; agents are forked from it."
+        default=[], description="Modules that a warm Python parent imports once; agents are forked from it."
     )
     workspace: str = Field(
-        "", description="Folder copied into each attempt's working directory before the agent starts."
+        default="", description="Folder copied into each attempt's working directory before the agent starts."
     )
-    timeout_seconds: float = Field(600.0, gt=0, description="Longest run of an attempt.")
-    grace_seconds: float = Field(5.0, ge=0, description="Time between asking an agent to end and killing it.")
-    max_concurrent: int = Field(8, ge=1, description="Attempts that run at once.")
-    max_attempts: int = Field(2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
+    timeout_seconds: float = Field(default=600.0, gt=0, description="Longest run of an attempt.")
+    grace_seconds: float = Field(default=5.0, ge=0, description="Time between asking an agent to end and killing it.")
+    max_concurrent: int = Field(default=8, ge=1, description="Attempts that run at once.")
+    max_attempts: int = Field(default=2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
     controller: Literal["start", "external"] = Field(
-        "start", description="Start a controller with the run, or use one that runs already."
+        default="start", description="Start a controller with the run, or use one that runs already."
     )
 
 
 class Task(Section):
-    train: str = Field("", description="Training tasks: a JSON-lines file or module:function (called with the seed).")
-    dev: str = Field("", description="Tasks of the warm-up's own success check.")
-    held_out: str = Field("", description="Tasks of the evaluation; never trained on.")
-    shuffle: bool = Field(True, description="Visit the training tasks in a seeded random order, anew each epoch.")
+    train: str = Field(
+        default="", description="Training tasks: a JSON-lines file or module:function (called with the seed)."
+    )
+    dev: str = Field(default="", description="Tasks of the warm-up's own success check.")
+    held_out: str = Field(default="", description="Tasks of the evaluation; never trained on.")
+    shuffle: bool = Field(
+        default=True, description="Visit the training tasks in a seeded random order, anew each epoch."
+    )
 
 
 class Reward(Section):
     from_: Literal["function", "agent"] = Field(
-        "function", alias="from", description="Who says the reward: a function, or the agent itself."
+        default="function", alias="from", description="Who says the reward: a function, or the agent itself."
     )
     function: str = Field(
-        "", description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward."
+        default="",
+        description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward.",
     )
-    timeout_seconds: float = Field(60.0, gt=0, description="Longest run of the reward function.")
+    timeout_seconds: float = Field(default=60.0, gt=0, description="Longest run of the reward function.")
 
 
 class Warmup(Section):
     steps: int = Field(
-        0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it."
+        default=0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it."
     )
-    teacher: str = Field("", description="module:function from messages and tools to the expert's reply.")
-    teacher_url: str = Field("", description="OpenAI-compatible endpoint of a teacher model, instead of a function.")
-    teacher_model: str = Field("", description="Model name at teacher_url.")
-    teacher_key_env: str = Field("", description="Environment variable that holds the teacher endpoint's key.")
-    rollouts_per_step: int = Field(8, ge=1, description="Demonstrations learned from in one step.")
-    learning_rate: float = Field(2e-5, gt=0, description="Learning rate of the supervised steps.")
-    pass_reward: float = Field(1.0, description="Demonstrations below this reward are not learned from.")
-    until: float = Field(0.2, ge=0, le=1, description="Stop when the mean reward on the dev tasks reaches this.")
-    check_every: int = Field(1, ge=1, description="Steps between two checks on the dev tasks.")
-    check_after: int = Field(0, ge=0, description="Steps before the first check.")
-    dev_tasks: int = Field(32, ge=1, description="Dev tasks of a check.")
+    teacher: str = Field(default="", description="module:function from messages and tools to the expert's reply.")
+    teacher_url: str = Field(
+        default="", description="OpenAI-compatible endpoint of a teacher model, instead of a function."
+    )
+    teacher_model: str = Field(default="", description="Model name at teacher_url.")
+    teacher_key_env: str = Field(default="", description="Environment variable that holds the teacher endpoint's key.")
+    rollouts_per_step: int = Field(default=8, ge=1, description="Demonstrations learned from in one step.")
+    learning_rate: float = Field(default=2e-5, gt=0, description="Learning rate of the supervised steps.")
+    pass_reward: float = Field(default=1.0, description="Demonstrations below this reward are not learned from.")
+    until: float = Field(
+        default=0.2, ge=0, le=1, description="Stop when the mean reward on the dev tasks reaches this."
+    )
+    check_every: int = Field(default=1, ge=1, description="Steps between two checks on the dev tasks.")
+    check_after: int = Field(default=0, ge=0, description="Steps before the first check.")
+    dev_tasks: int = Field(default=32, ge=1, description="Dev tasks of a check.")
 
 
 class Algorithm(Section):
-    group_size: int = Field(8, ge=1, description="Rollouts of one task whose rewards are compared.")
-    groups_per_step: int = Field(8, ge=1, description="Groups learned from in one step.")
+    group_size: int = Field(default=8, ge=1, description="Rollouts of one task whose rewards are compared.")
+    groups_per_step: int = Field(default=8, ge=1, description="Groups learned from in one step.")
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
-        "grpo", description="Advantage of a rollout within its group."
+        default="grpo", description="Advantage of a rollout within its group."
     )
-    loss: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="Loss of a sampled token.")
-    clip_low: float = Field(0.2, gt=0, description="ppo_clip: the importance ratio is clipped below at 1 - clip_low.")
+    loss: Literal["ppo_clip", "reinforce"] = Field(default="ppo_clip", description="Loss of a sampled token.")
+    clip_low: float = Field(
+        default=0.2, gt=0, description="ppo_clip: the importance ratio is clipped below at 1 - clip_low."
+    )
     clip_high: float = Field(
-        0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high."
+        default=0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high."
     )
-    updates_per_batch: int = Field(1, ge=1, description="Optimizer updates that a step's rollouts are divided over.")
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="Optimizer updates that a step's rollouts are divided over."
+    )
     correction: Literal["none", "tis"] = Field(
-        "none", description="Off-policy correction: none, or token-level truncated importance sampling."
+        default="none", description="Off-policy correction: none, or token-level truncated importance sampling."
     )
-    correction_cap: float = Field(2.0, gt=0, description="tis: largest importance weight.")
+    correction_cap: float = Field(default=2.0, gt=0, description="tis: largest importance weight.")
 
 
 class Trainer(Section):
-    steps: int = Field(100, ge=0, description="Steps of reinforcement learning.")
+    steps: int = Field(default=100, ge=0, description="Steps of reinforcement learning.")
     max_seconds: float = Field(
-        0.0, ge=0, description="Stop learning after this time (evaluation follows); 0 sets no limit."
+        default=0.0, ge=0, description="Stop learning after this time (evaluation follows); 0 sets no limit."
     )
-    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
-    grad_clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
+    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="Updates over which the learning rate rises from 0.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's betas.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    grad_clip: float = Field(default=1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
     tokens_per_micro_batch: int = Field(
-        4096, ge=1, description="Tokens, padding included, of one forward and backward pass."
+        default=4096, ge=1, description="Tokens, padding included, of one forward and backward pass."
     )
-    checkpoint_every: int = Field(0, ge=0, description="Steps between checkpoints; 0 writes only the last.")
-    max_failed_groups: int = Field(8, ge=1, description="Failed groups in a row that end the run.")
-    preflight: bool = Field(True, description="Run one attempt alone before the first step.")
+    checkpoint_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 writes only the last.")
+    max_failed_groups: int = Field(default=8, ge=1, description="Failed groups in a row that end the run.")
+    preflight: bool = Field(default=True, description="Run one attempt alone before the first step.")
 
 
 class Eval(Section):
-    untuned: bool = Field(False, description="Evaluate before the warm-up too.")
-    before: bool = Field(True, description="Evaluate before the first step.")
-    after: bool = Field(True, description="Evaluate after the last step.")
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
-    tasks: int = Field(0, ge=0, description="Held-out tasks of an evaluation, from the first on; 0 takes all.")
-    rollouts_per_task: int = Field(1, ge=1, description="Rollouts of each held-out task.")
+    untuned: bool = Field(default=False, description="Evaluate before the warm-up too.")
+    before: bool = Field(default=True, description="Evaluate before the first step.")
+    after: bool = Field(default=True, description="Evaluate after the last step.")
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    tasks: int = Field(default=0, ge=0, description="Held-out tasks of an evaluation, from the first on; 0 takes all.")
+    rollouts_per_task: int = Field(default=1, ge=1, description="Rollouts of each held-out task.")
 
 
 class Tracking(Section):
     progress: Literal["auto", "live", "lines", "none"] = Field(
-        "auto", description="Progress on the screen: a live display, lines, or nothing."
+        default="auto", description="Progress on the screen: a live display, lines, or nothing."
     )
-    tensorboard: bool = Field(False, description="Write TensorBoard files (needs the tensorboard package).")
-    wandb: bool = Field(False, description="Log to Weights & Biases (needs the wandb package).")
-    project: str = Field("longrein", description="Weights & Biases project.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard files (needs the tensorboard package).")
+    wandb: bool = Field(default=False, description="Log to Weights & Biases (needs the wandb package).")
+    project: str = Field(default="longrein", description="Weights & Biases project.")
 
 
 class Config(Section):
     """A whole run file."""
 
-    run: Run = Field(default_factory=Run, description="The run and its folder.")  # type: ignore[arg-type]
-    model: Model = Field(default_factory=Model, description="The model that is trained or served.")  # type: ignore[arg-type]
-    engine: Engine = Field(default_factory=Engine, description="What samples tokens.")  # type: ignore[arg-type]
-    gateway: Gateway = Field(default_factory=Gateway, description="What stands where the model's endpoint is.")  # type: ignore[arg-type]
-    gate: Gate = Field(default_factory=Gate, description="What happens to calls while the model is updated.")  # type: ignore[arg-type]
-    store: Store = Field(default_factory=Store, description="The durable record.")  # type: ignore[arg-type]
-    agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")  # type: ignore[arg-type]
-    task: Task = Field(default_factory=Task, description="What the harness is run on.")  # type: ignore[arg-type]
-    reward: Reward = Field(default_factory=Reward, description="Who grades and how.")  # type: ignore[arg-type]
-    warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")  # type: ignore[arg-type]
-    algorithm: Algorithm = Field(default_factory=Algorithm, description="Advantage and loss.")  # type: ignore[arg-type]
-    trainer: Trainer = Field(default_factory=Trainer, description="Optimizer, steps and checkpoints.")  # type: ignore[arg-type]
-    eval: Eval = Field(default_factory=Eval, description="Held-out evaluation.")  # type: ignore[arg-type]
-    tracking: Tracking = Field(default_factory=Tracking, description="Where progress is shown and metrics go.")  # type: ignore[arg-type]
+    run: Run = Field(default_factory=Run, description="The run and its folder.")
+    model: Model = Field(default_factory=Model, description="The model that is trained or served.")
+    engine: Engine = Field(default_factory=Engine, description="What samples tokens.")
+    gateway: Gateway = Field(default_factory=Gateway, description="What stands where the model's endpoint is.")
+    gate: Gate = Field(default_factory=Gate, description="What happens to calls while the model is updated.")
+    store: Store = Field(default_factory=Store, description="The durable record.")
+    agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")
+    task: Task = Field(default_factory=Task, description="What the harness is run on.")
+    reward: Reward = Field(default_factory=Reward, description="Who grades and how.")
+    warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")
+    algorithm: Algorithm = Field(default_factory=Algorithm, description="Advantage and loss.")
+    trainer: Trainer = Field(default_factory=Trainer, description="Optimizer, steps and checkpoints.")
+    eval: Eval = Field(default_factory=Eval, description="Held-out evaluation.")
+    tracking: Tracking = Field(default_factory=Tracking, description="Where progress is shown and metrics go.")
 
     @model_validator(mode="after")
     def _whole(self) -> Config:

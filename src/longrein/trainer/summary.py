@@ -5,6 +5,7 @@ Read from the files of a run's folder alone, so that it can be had of a run that
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,19 +45,19 @@ def summarise(run_folder: Path, seed: int = 0) -> Summary:
     evaluations = load_all(run_folder)
     curve: dict[int, float] = {}
     phases: dict[str, float] = {}
-    warnings: dict[str, None] = {}
+    warnings: dict[str, str] = {}
     for line in read_metrics(run_folder):
         if line["kind"] == "step" and line.get("reward/mean") is not None:
             curve[int(line["step"])] = float(line["reward/mean"])
         elif line["kind"] == "phase":
             phases[line["phase"]] = phases.get(line["phase"], 0.0) + float(line["seconds"])
         elif line["kind"] == "warning":
-            warnings[line["text"]] = None
+            warnings[re.sub(r"\d+(\.\d+)?", "#", line["text"])] = line["text"]  # the last of a kind
     before = next((e for e in evaluations if e.name == "before"), None)
     last = max(evaluations, key=lambda e: (e.step, e.started_at), default=None)
     rise = paired_rise(before, last, seed) if before and last and last.step > before.step else None
     steps = sorted(curve)
-    return Summary(run_folder.name, evaluations, rise, steps, [curve[s] for s in steps], phases, list(warnings))
+    return Summary(run_folder.name, evaluations, rise, steps, [curve[s] for s in steps], phases, list(warnings.values()))
 
 
 Rows = tuple[str, list[str], list[list[str]]]
