@@ -18,6 +18,7 @@ from longrein.gateway.engines import openai
 from longrein.gateway.engines.answers import Answers, read_choices
 from longrein.gateway.engines.openai import UpstreamError, complete, server_sent_events
 from longrein.records import Call
+from longrein.store import Store
 from longrein.trajectory.prompts import messages_of, prompt_ids, tools_of
 
 from .serving import Served, Upstream, answer, chunk, path, register, serving, upstream
@@ -539,6 +540,30 @@ async def test_a_client_that_leaves_early_leaves_an_abandoned_call(
     assert (await served.http.get("/proxy/state")).json()["inflight"] == 0
 
 
+async def test_a_gateway_that_ends_records_the_streams_it_cuts(tmp_path: Path, model: Upstream) -> None:
+    async def play() -> AsyncIterator[str]:
+        yield chunk({"content": "x"}, ids=[4], prompt_token_ids=[3])
+        await asyncio.Event().wait()
+
+    model.script = lambda body: play()
+    async with serving(tmp_path) as served:
+        served.server.config.timeout_graceful_shutdown = 0
+        await served.add()
+        await register(served, model)
+
+        async def read() -> None:
+            async with served.http.stream("POST", path(), json={"messages": [], "stream": True}) as response:
+                async for line in response.aiter_lines():
+                    if '"x"' in line:
+                        served.server.should_exit = True
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read()
+    store = Store.open(f"sqlite:///{tmp_path / 'run' / 'store.sqlite'}", read_only=True)
+    assert [(call.status, call.sampled) for call in store.calls("r", "0")] == [("abandoned", [4])]
+    store.close()
+
+
 async def test_a_client_that_leaves_while_it_is_held_leaves_nothing(served: Served, model: Upstream) -> None:
     await served.add()
     await served.http.post("/proxy/pause", json={})
@@ -561,7 +586,7 @@ async def test_a_rollout_keeps_its_endpoint_and_rollouts_spread(served: Served, 
 
         async def spread() -> dict[str, int]:
             chosen: dict[str, int] = {}
-            for i in range(24):
+            for i in range(12):
                 await served.add(f"r{i}")
                 for one in servers:
                     one.bodies.clear()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longrein.records import Call
@@ -56,6 +56,7 @@ def recorded(draw: st.DrawFn) -> tuple[dict[int, Call], dict[int, list[int]], di
 
 
 @given(recorded())
+@settings(deadline=None)
 def test_deltas_give_back_every_prompt_and_conversation(
     record: tuple[dict[int, Call], dict[int, list[int]], dict[int, list[dict[str, object]]]],
 ) -> None:

@@ -84,7 +84,7 @@ class Gateway:
     def model_names(self) -> list[str]:
         """The models that a harness may ask for."""
         config = self.config
-        if _by_tokens(config) or config.engine.url:
+        if _by_tokens(config) or config.engine.kind == "openai":
             return [config.model.name]
         return list(dict.fromkeys(model.model for model in self.store.models()))
 
@@ -132,7 +132,8 @@ def open_gateway(config: Config) -> Gateway:
 
 
 def _by_tokens(config: Config) -> bool:
-    return bool(config.model.path) or config.engine.kind == "scripted"
+    """Whether prompts are rendered and encoded here; an endpoint of kind openai takes text only."""
+    return config.engine.kind == "scripted" or (config.engine.kind == "embedded" and bool(config.model.path))
 
 
 def _run_key(config: Config) -> str:
@@ -205,6 +206,9 @@ class GatewayServer(uvicorn.Server):
         self._gateway.changes.end()
         self._gateway.gate.close()
         await super().shutdown(sockets)
+        # uvicorn does not wait for the requests that it has cancelled; their calls are still to be recorded.
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=SHUTDOWN_SECONDS)
 
 
 @contextmanager

@@ -164,14 +164,14 @@ class Passthrough:
             return Upstream(
                 config.warmup.teacher_url, config.warmup.teacher_model, _key(config.warmup.teacher_key_env), "teacher"
             )
-        if config.engine.url:
+        if config.engine.kind == "openai":
             model = config.engine.model or config.model.name
             return Upstream(config.engine.url, model, _key(config.engine.api_key_env), config.engine.url)
         endpoints = [model for model in self.gateway.store.models() if model.protocol == "openai"]
         if not endpoints:
             raise DialectError(
                 503,
-                "no model server is registered: POST /api/models, or set engine.url or model.path",
+                "no model server is registered: POST /api/models, or set model.path or engine.kind",
                 type="api_error",
                 code="no_server",
             )
