@@ -41,7 +41,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """A request and what has been sampled of it so far."""
 
