@@ -9,6 +9,7 @@ from longrein.records import Call
 
 #: Why sampled tokens are not in the loss, in the order in which reasons are looked for.
 Reason = Literal[
+    "preflight",
     "evaluation",
     "warm-up",
     "teacher",
@@ -16,6 +17,7 @@ Reason = Literal[
     "earlier attempt",
     "no reward",
     "group dropped",
+    "step not finished",
     "call error",
     "abandoned",
     "side call",
@@ -24,7 +26,8 @@ Reason = Literal[
 ]
 
 #: What each reason means, for reports.
-MEANING: dict[str, str] = {
+MEANING: dict[Reason, str] = {
+    "preflight": "sampled by the one attempt that is run alone first",
     "evaluation": "sampled in an evaluation, never trained on",
     "warm-up": "sampled while the warm-up checked its progress",
     "teacher": "the teacher's, learned from supervised",
@@ -32,6 +35,7 @@ MEANING: dict[str, str] = {
     "earlier attempt": "an attempt that failed and was tried again",
     "no reward": "the rollout was never graded",
     "group dropped": "another rollout of the group was missing",
+    "step not finished": "collected for a step that the run did not live to learn from",
     "call error": "the call ended with an error, so no harness was given its answer",
     "abandoned": "the client went away before the answer was whole",
     "side call": "a call of a kind that is not trained",
