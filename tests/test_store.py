@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,26 @@ async def test_writes_that_wait_together_share_transactions(store: Store) -> Non
     await asyncio.gather(*(store.add_call(call(number)) for number in range(300)))
     assert len(store.calls("r", "0")) == 300
     assert 1 <= commits <= 30
+
+
+async def test_a_write_is_acknowledged_only_after_its_commit(store: Store) -> None:
+    await store.add_rollouts([rollout("r")])
+    committing, commit = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        committing.set()
+        assert commit.wait(60)
+
+    sa.event.listen(store.engine, "commit", hold)  # type: ignore[attr-defined]
+    writing = asyncio.ensure_future(store.add_call(call(0)))
+    assert await asyncio.to_thread(committing.wait, 60)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not writing.done()
+    assert store.calls("r", "0") == []
+    commit.set()
+    await writing
+    assert store.calls("r", "0") == [call(0)]
 
 
 async def test_a_write_that_fails_fails_alone(store: Store) -> None:
