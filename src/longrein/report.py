@@ -2,39 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from longrein.config import ConfigError
+from longrein.config import ConfigError, load
+from longrein.records import Call
+
+if TYPE_CHECKING:
+    from longrein.store import Store
+    from longrein.trajectory.report import Report
 
 
 def write_report(run_folder: str | Path) -> None:
     """Print a run's tables, and write them to its `report.md` and its learning curve to `curve.png`.
 
     The record is opened read-only, so that a run that is going on can be looked at. Raises `ConfigError` when the folder
-    is not a run's.
+    is not a run's, `StoreError` when its record cannot be read.
     """
     from rich.console import Console
 
     from longrein.trainer.picture import draw_curve
-    from longrein.trainer.summary import markdown_table, rich_table, summarise, summary_tables
+    from longrein.trainer.summary import evaluation_table, markdown_table, rich_table, summarise
+    from longrein.trajectory.report import render_markdown, render_tables
 
     folder = _run_folder(run_folder)
-    found = summarise(folder)
-    tables = summary_tables(found)
+    found, tokens = summarise(folder), _token_report(folder)
+    evaluations = evaluation_table(found)
     console = Console()
-    for table in tables:
-        if table[2]:
-            console.print(rich_table(table))
+    if found.evaluations:
+        console.print(rich_table(evaluations))
+    console.print(render_tables(tokens))
     for warning in found.warnings:
         console.print(f"warning: {warning}", highlight=False, markup=False)
     draw_curve([found], folder / "curve.png")
     parts = [f"# {found.name}", "", "![learning curve](curve.png)", ""]
-    parts += [markdown_table(table) for table in tables if table[2]]
+    parts += [markdown_table(evaluations)] if found.evaluations else []
+    parts += [render_markdown(tokens)]
     if found.warnings:
         parts += ["## Warnings", "", *(f"- {warning}" for warning in found.warnings), ""]
     (folder / "report.md").write_text("\n".join(parts), encoding="utf-8")
     console.print(f"{folder / 'report.md'}, {folder / 'curve.png'}", highlight=False, soft_wrap=True)
+
+
+def _token_report(folder: Path) -> Report:
+    """What the run's record and metrics say."""
+    from longrein.store import Store, store_url
+    from longrein.trainer.collect import grade_of
+    from longrein.trainer.tracking import read_metrics
+    from longrein.trajectory.report import build_report
+
+    config = load(folder / "config.toml")
+    own = config.run.model_copy(update={"dir": str(folder.resolve().parent), "name": folder.resolve().name})
+    store = Store.open(store_url(config.model_copy(update={"run": own})), read_only=True)
+    try:
+        rollouts = store.rollouts(limit=2**31 - 1)
+        rewards: dict[str, float] = {}
+        attempts: list[tuple[str, str]] = []
+        for rollout in rollouts:
+            tried = store.attempts(rollout.rollout_id)
+            attempts += [(rollout.rollout_id, attempt.attempt_id) for attempt in tried]
+            if tried:
+                events = store.events(rollout.rollout_id, tried[-1].attempt_id, "reward")
+                reward, _, _ = grade_of(rollout, tried[-1], events)
+                if reward is not None:
+                    rewards[rollout.rollout_id] = reward
+        return build_report(rollouts, _Calls(store, attempts), rewards, read_metrics(folder))
+    finally:
+        store.close()
+
+
+class _Calls(Mapping[tuple[str, str], Sequence[Call]]):
+    """The calls of attempts, read one attempt at a time: a run's may not fit into memory."""
+
+    def __init__(self, store: Store, attempts: Sequence[tuple[str, str]]) -> None:
+        self._store = store
+        self._attempts = attempts
+
+    def __getitem__(self, key: tuple[str, str]) -> Sequence[Call]:
+        return self._store.calls(*key)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._attempts)
+
+    def __len__(self) -> int:
+        return len(self._attempts)
 
 
 def write_comparison(run_folders: Sequence[str | Path], picture: str | Path) -> None:

@@ -93,6 +93,21 @@ def test_time_comes_from_phases_or_else_from_steps():
     assert build_report(rollouts, calls, rewards, metrics[:1]).seconds == {"collect": 5.0}
 
 
+def test_steps_that_a_resumption_undid_are_not_trained():
+    metadata = [{"phase": "train", "step": step, "start": start} for start, step in ((0, 1), (0, 2), (1, 2), (1, 3))]
+    rollouts = [make_rollout(f"r{n}", group=f"g{n}", metadata=one) for n, one in enumerate(metadata)]
+    calls = {(f"r{n}", "0"): [make_call(0, [1], [2] * (n + 1))] for n in range(4)}
+    metrics = [
+        *({"kind": "begin", "step": 0}, {"kind": "step", "step": 1}, {"kind": "step", "step": 2}),
+        *({"kind": "begin", "step": 1}, {"kind": "step", "step": 2}),
+    ]
+    report = build_report(rollouts, calls, {r.rollout_id: 1.0 for r in rollouts}, metrics)
+    assert report.tokens.trained == 1 + 3
+    assert report.tokens.untrained == {"step not finished": 2 + 4}
+    begun = build_report(rollouts, calls, {r.rollout_id: 1.0 for r in rollouts}, metrics[:1])
+    assert begun.tokens.trained == 0
+
+
 def test_without_metrics_a_graded_group_counts_as_trained():
     rollouts, calls, rewards, _ = a_run()
     assert build_report(rollouts, calls, rewards, []).tokens.trained == 7

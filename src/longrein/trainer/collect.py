@@ -218,7 +218,7 @@ class Groups:
     """Collects whole groups of rollouts along the task order.
 
     A group with a rollout that has no reward is dropped as a whole and counted; its task goes back to the order once, and
-    the next task takes its place. `max_failed` dropped groups in a row end the run.
+    the next task takes its place. `max_failed` dropped groups in a row end the run. `start` counts the run's starts.
     """
 
     def __init__(
@@ -231,6 +231,7 @@ class Groups:
         max_failed: int,
         run_folder: Path,
         prefix: str = "",
+        start: int = 0,
     ) -> None:
         self._collector = collector
         self._tasks = tasks
@@ -239,6 +240,7 @@ class Groups:
         self._max_failed = max_failed
         self._run_folder = run_folder
         self._prefix = prefix
+        self._start = start
         self._second_try: set[int] = set()
         self._failed_in_a_row: list[Done] = []
         self.dropped = 0
@@ -273,7 +275,7 @@ class Groups:
                 input=self._tasks[group.task],
                 is_train=True,
                 config=RolloutConfig(),
-                metadata={"phase": "train", "step": step, "task": group.task},
+                metadata={"phase": "train", "start": self._start, "step": step, "task": group.task},
                 rollout_id=f"{group.group_id}-r{member:02d}",
                 group_id=group.group_id,
             )

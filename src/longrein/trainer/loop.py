@@ -100,7 +100,8 @@ async def train(
     config: Config, data: Data, *, student: Student, client: Client, tracker: Tracker, resume: Path | None = None
 ) -> None:
     """A whole run, from its first attempt to its last evaluation. Raises `RunFailed` when it cannot go on."""
-    prefix = id_prefix(config)
+    start = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
+    prefix = id_prefix(config, start)
     state = checkpoint.read_state(resume) if resume else checkpoint.TrainerState(0, 0, {}, 0.0)
     order = TaskOrder(len(data.train), seed=config.run.seed, shuffle=config.task.shuffle)
     if state.order:
@@ -117,6 +118,7 @@ async def train(
                 collector=collector,
                 tracker=tracker,
                 order=order,
+                start=start,
                 prefix=prefix,
                 seconds=state.seconds,
                 resumed=resume is not None,
@@ -159,6 +161,8 @@ class _Run:
     collector: Collector
     tracker: Tracker
     order: TaskOrder
+    start: int
+    """How often the run was started before."""
     prefix: str
     seconds: float
     """Time spent on steps so far."""
@@ -176,6 +180,7 @@ class _Run:
             max_failed=config.trainer.max_failed_groups,
             run_folder=config.run.path,
             prefix=self.prefix,
+            start=self.start,
         )
         watch = Watch()
         for step in range(done + 1, config.trainer.steps + 1):
@@ -272,15 +277,14 @@ class _Run:
         self.saved = step
 
 
-def id_prefix(config: Config) -> str:
+def id_prefix(config: Config, start: int) -> str:
     """What a run's rollout ids begin with, so that no two are equal in one record.
 
     Nothing in a record of the run's own at its first start, so that a seed gives the same run again.
     """
-    starts = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
     own = not (config.gateway.url or config.store.url)
     run = "" if own else f"{re.sub(r'[^A-Za-z0-9_]+', '-', config.run.name)}-{secrets.token_hex(3)}-"
-    return run + (f"again{starts}-" if starts else "")
+    return run + (f"again{start}-" if start else "")
 
 
 def divide(rollouts: Sequence[FinishedRollout], parts: int, seed: str) -> list[list[FinishedRollout]]:

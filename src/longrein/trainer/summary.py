@@ -1,4 +1,4 @@
-"""What a run came to: evaluations with intervals, the paired rise, time by phase, the reward's curve.
+"""What a run came to: evaluations with intervals, the paired rise, the reward's curve.
 
 Read from the files of a run's folder alone, so that it can be had of a run that is going on, was ended or is finished.
 """
@@ -6,7 +6,7 @@ Read from the files of a run's folder alone, so that it can be had of a run that
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,44 +28,42 @@ class Summary:
     steps: list[int]
     rewards: list[float]
     """Mean reward of each step's rollouts."""
-    phases: dict[str, float]
-    """Seconds by phase."""
-    warnings: list[str] = field(default_factory=list)
+    seconds: float
+    """Time spent in all phases."""
+    warnings: list[str]
 
     def evaluation(self, name: str) -> Evaluation | None:
         return next((e for e in self.evaluations if e.name == name), None)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases.values())
 
 
 def summarise(run_folder: Path, seed: int = 0) -> Summary:
     """Read a run's evaluations and metrics. A step that was done again after a resumption counts as done last."""
     evaluations = load_all(run_folder)
     curve: dict[int, float] = {}
-    phases: dict[str, float] = {}
+    seconds = 0.0
     warnings: dict[str, str] = {}
     for line in read_metrics(run_folder):
         if line["kind"] == "step" and line.get("reward/mean") is not None:
             curve[int(line["step"])] = float(line["reward/mean"])
         elif line["kind"] == "phase":
-            phases[line["phase"]] = phases.get(line["phase"], 0.0) + float(line["seconds"])
+            seconds += float(line["seconds"])
         elif line["kind"] == "warning":
             warnings[re.sub(r"\d+(\.\d+)?", "#", line["text"])] = line["text"]  # the last of a kind
     before = next((e for e in evaluations if e.name == "before"), None)
     last = max(evaluations, key=lambda e: (e.step, e.started_at), default=None)
     rise = paired_rise(before, last, seed) if before and last and last.step > before.step else None
     steps = sorted(curve)
-    return Summary(run_folder.name, evaluations, rise, steps, [curve[s] for s in steps], phases, list(warnings.values()))
+    return Summary(
+        run_folder.name, evaluations, rise, steps, [curve[s] for s in steps], seconds, list(warnings.values())
+    )
 
 
 Rows = tuple[str, list[str], list[list[str]]]
 """A table: its title, its column names and its rows."""
 
 
-def summary_tables(summary: Summary) -> list[Rows]:
-    """The tables of a summary, ready for `rich_table` or `markdown_table`."""
+def evaluation_table(summary: Summary) -> Rows:
+    """The evaluations and the paired rise, ready for `rich_table` or `markdown_table`."""
     evaluations = [
         [e.name, str(e.step), percent(e.mean), _span(e.interval), str(len(e.rewards)), f"{e.seconds:.0f} s"]
         for e in summary.evaluations
@@ -73,15 +71,8 @@ def summary_tables(summary: Summary) -> list[Rows]:
     if summary.rise is not None:
         rise = summary.rise
         evaluations.append(["rise (paired)", "", points(rise.mean), _points_span(rise), "", ""])
-    times = [
-        [name, f"{seconds:.1f} s", f"{100 * seconds / summary.seconds:.0f} %"]
-        for name, seconds in sorted(summary.phases.items(), key=lambda pair: -pair[1])
-    ]
-    times.append(["total", f"{summary.seconds:.1f} s", "100 %"])
-    return [
-        ("Reward on held-out tasks", ["evaluation", "step", "reward", "95 % interval", "tasks", "time"], evaluations),
-        ("Time by phase", ["phase", "time", "share"], times),
-    ]
+    title = f"Reward on held-out tasks (the whole run took {summary.seconds:.0f} s)"
+    return (title, ["evaluation", "step", "reward", "95 % interval", "tasks", "time"], evaluations)
 
 
 def comparison_table(summaries: list[Summary], seed: int = 0) -> Rows:
@@ -91,7 +82,7 @@ def comparison_table(summaries: list[Summary], seed: int = 0) -> Rows:
     for summary in summaries:
         before, after = summary.evaluation("before"), summary.evaluation("after")
         untuned = summary.evaluation("untuned")
-        row = [summary.name, _shown(untuned), _shown(before), _shown(after)]
+        row = [summary.name, *(_shown(e.interval if e else None) for e in (untuned, before, after))]
         rise = summary.rise
         row.append(f"{points(rise.mean)} {_points_span(rise)}" if rise else "")
         rows.append([*row, f"{summary.seconds:.0f} s"])
@@ -104,8 +95,8 @@ def comparison_table(summaries: list[Summary], seed: int = 0) -> Rows:
             [
                 f"mean of {len(columns[0])} runs",
                 "",
-                f"{percent(before.mean)} {_span(before)}",
-                f"{percent(after.mean)} {_span(after)}",
+                _shown(before),
+                _shown(after),
                 f"{points(rise.mean)} {_points_span(rise)}",
                 "",
             ]
@@ -132,15 +123,21 @@ def points(difference: float) -> str:
 
 
 def _span(interval: Interval) -> str:
-    return f"[{percent(interval.low)}, {percent(interval.high)}]"
+    if not 0 <= interval.mean <= 1:
+        return f"[{interval.low:.3f}, {interval.high:.3f}]"
+    return f"[{100 * interval.low:.1f} %, {100 * interval.high:.1f} %]"
 
 
 def _points_span(interval: Interval) -> str:
-    return f"[{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+    return f"[{100 * interval.low:+.0f}, {100 * interval.high:+.0f}]"
 
 
-def _shown(evaluation: Evaluation | None) -> str:
-    return f"{percent(evaluation.mean)} {_span(evaluation.interval)}" if evaluation else ""
+def _shown(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    if not 0 <= interval.mean <= 1:
+        return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    return f"{100 * interval.mean:.1f} % [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
 def rich_table(rows: Rows) -> Table:

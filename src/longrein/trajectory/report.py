@@ -76,7 +76,7 @@ def _rollout_reasons(
     rollouts: Sequence[Rollout], rewards: Mapping[str, float], metrics: Sequence[Mapping[str, Any]]
 ) -> dict[str, Reason | None]:
     """Why a whole rollout is not trained, by its id; None where it is."""
-    steps = {line["step"] for line in metrics if line.get("kind") == "step"}
+    steps = _steps_that_count(metrics)
     reasons: dict[str, Reason | None] = {}
     for rollout in rollouts:
         reasons[rollout.rollout_id] = _own_reason(rollout, rewards)
@@ -90,9 +90,31 @@ def _rollout_reasons(
             continue
         if rollout.group_id in incomplete:
             reasons[rollout.rollout_id] = "group dropped"
-        elif steps and "step" in rollout.metadata and rollout.metadata["step"] not in steps:
+        elif steps is not None and "step" in rollout.metadata and _step_of(rollout) not in steps:
             reasons[rollout.rollout_id] = "step not finished"
     return reasons
+
+
+def _step_of(rollout: Rollout) -> tuple[int, int]:
+    return rollout.metadata.get("start", 0), rollout.metadata["step"]
+
+
+def _steps_that_count(metrics: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]] | None:
+    """(start, step) of the steps that the last weights come from; None without metrics.
+
+    A start that goes on from step n undoes the later steps of the starts before it.
+    """
+    if not any(line.get("kind") in ("begin", "step") for line in metrics):
+        return None
+    steps: set[tuple[int, int]] = set()
+    start = -1
+    for line in metrics:
+        if line.get("kind") == "begin":
+            start += 1
+            steps = {pair for pair in steps if pair[1] <= line["step"]}
+        elif line.get("kind") == "step":
+            steps.add((max(0, start), line["step"]))
+    return steps
 
 
 def _own_reason(rollout: Rollout, rewards: Mapping[str, float]) -> Reason | None:
