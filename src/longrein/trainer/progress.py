@@ -103,7 +103,7 @@ class Lines(Silent):
         self._console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"))
 
     def phase(self, name: str, detail: str) -> None:
-        if detail:
+        if detail and not name.startswith("warm-up"):  # whose steps have lines of their own
             self._say(f"{name}: {detail}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
