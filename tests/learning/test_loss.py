@@ -20,6 +20,7 @@ def tensor(*values):
 def gradient(objective, logprob, behaviour, advantage):
     logprobs = tensor(logprob).requires_grad_()
     objective.token_losses(logprobs, tensor(behaviour), tensor(advantage)).sum().backward()
+    assert logprobs.grad is not None
     return float(logprobs.grad)
 
 

@@ -8,7 +8,7 @@ from longrein.records import Outcome
 from longrein.trajectory.batch import FinishedRollout, Ledger, make_batch, make_demonstrations
 
 
-def finished(name, calls, *, group="g", is_train=True, reward=1.0, outcome=Outcome.succeeded):
+def finished(name, calls, *, group="g", is_train=True, reward: float | None = 1.0, outcome=Outcome.succeeded):
     return FinishedRollout(name, group, is_train, reward, calls, outcome)
 
 

@@ -1,6 +1,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from longrein.trainer.torch.policy import Policy
 from longrein.trajectory.batch import Row
 
 VOCAB = 61
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,8 +37,8 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
-WINDOW = {"sliding_window": 6}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW: dict[str, Any] = {"sliding_window": 6}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE),
@@ -355,10 +356,8 @@ def test_an_update_is_one_adamw_step_with_warmed_up_rate_and_clipped_gradient():
 def test_updates_raise_what_had_a_positive_advantage():
     policy, rows = make_policy(), make_rows(seed=10, groups=1)
     learner = make_learner(policy, algorithm=config.Algorithm(loss="reinforce"), learning_rate=1e-3)
-    first = learner.update(rows)["loss"]
-    for _ in range(5):
-        last = learner.update(rows)["loss"]
-    assert last < first
+    losses = [learner.update(rows)["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0]
 
 
 def test_supervised_steps_lower_the_cross_entropy_with_an_optimizer_of_their_own():

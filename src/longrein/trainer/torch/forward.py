@@ -52,10 +52,11 @@ class Forward:
 
     def states(
         self, micro_batch: MicroBatch, tokens: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
-    ) -> torch.Tensor:
-        """[n, H] the states from which `logits` predicts the tokens after the positions `wanted[row]`.
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """The states from which `logits` predicts the tokens after the positions `wanted[row]`.
 
-        `tokens` and `wanted` are indexed by row; the result's order is that of `micro_batch.rows`, positions ascending.
+        `tokens` and `wanted` are indexed by row. Returns states [s, H] and, for each wanted position (in the order of
+        `micro_batch.rows`), the index of its state, int64 [n]: positions that rows share have one state.
         """
         bundles = micro_batch.bundles
         if bundles[0].trunk:
