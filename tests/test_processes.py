@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -113,6 +114,26 @@ def test_three_processes_train_together(run_file: Path) -> None:
     assert all(len(store.calls(r.rollout_id, "0")) == 1 for r in rollouts)
     store.close()
     assert processes_of(run_file.parent) == []
+
+
+def test_a_checkpoint_is_served_as_an_openai_endpoint(run_file: Path) -> None:
+    with longrein("serve", run_file.parent / "model", "--port", "0") as server:
+        assert server.stdout is not None
+        said: dict[str, str] = {}
+        for line in server.stdout:
+            name, equals, value = line.strip().partition("=")
+            if equals:
+                said[name] = value
+            if line.startswith("Ctrl-C"):
+                break
+        headers = {"authorization": f"Bearer {said['OPENAI_API_KEY']}"}
+        asked = {"model": "policy", "max_tokens": 3, "messages": [{"role": "user", "content": "say a"}]}
+        answer = httpx.post(f"{said['OPENAI_BASE_URL']}/chat/completions", json=asked, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] <= 3
+        server.send_signal(signal.SIGINT)
+        status, text = output_of(server)
+    assert status == 128 + signal.SIGINT, text
 
 
 def test_what_happens_to_its_processes_ends_a_run_and_it_can_be_gone_on_with(run_file: Path) -> None:
