@@ -1,6 +1,8 @@
 """Training speed of the embedded learner against plain transformers, on the same rows in the same run.
 
-    python bench/train.py MODEL_FOLDER [--groups 8 --members 8 --prompt 100 --own 60 --sampled 35]
+    python bench/train.py [MODEL_FOLDER] [--groups 2 --members 8 --prompt 100 --own 60 --sampled 35]
+
+The model is the demo's (`python examples/calculator/model.py` makes it) when none is named.
 
 Plain transformers pads the rows, computes all logits and leaves the softmax to autograd, in micro-batches of the same
 token budget. Both make one AdamW step per update. Ratios are what carries over to other machines.
@@ -93,8 +95,8 @@ def best_of(repeats: int, update: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    for name, default in (("groups", 8), ("members", 8), ("prompt", 100), ("own", 60), ("sampled", 35)):
+    parser.add_argument("model", type=Path, nargs="?", default=Path("~/.cache/longrein/smollm2-135m"))
+    for name, default in (("groups", 2), ("members", 8), ("prompt", 100), ("own", 60), ("sampled", 35)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--budget", type=int, default=4096, help="tokens per micro-batch")
     parser.add_argument("--repeats", type=int, default=2)
@@ -103,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    policy = load_policy(config.Model.model_validate({"path": str(options.model)}), seed=0)
+    policy = load_policy(config.Model.model_validate({"path": str(options.model.expanduser())}), seed=0)
     rows = make_rows(options, policy.vocab_size)
     tokens = sum(len(row.tokens) for row in rows)
     cast = autocast_dtype(options.autocast, policy)

@@ -132,14 +132,14 @@ def test_a_rollout_failed_by_its_agent_is_trained_as_it_was_graded():
     assert batch.ledger == Ledger(1)
 
 
-def test_demonstrations_need_no_log_probabilities_and_must_pass():
-    good = finished("good", [make_call(0, [1], [2, 3], logprobs=None, versions=[])], reward=1.0)
-    bad = finished("bad", [make_call(0, [1], [4], logprobs=None)], reward=0.5)
-    batch = make_demonstrations([good, bad], pass_reward=1.0)
-    assert [row.rollout_id for row in batch.rows] == ["good"]
+def test_demonstrations_need_no_log_probabilities_and_have_advantage_1():
+    shown = finished("shown", [make_call(0, [1], [2, 3], logprobs=None, versions=[])])
+    ungraded = finished("ungraded", [make_call(0, [1], [4], logprobs=None)], reward=None)
+    batch = make_demonstrations([shown, ungraded])
+    assert [row.rollout_id for row in batch.rows] == ["shown"]
     assert batch.rows[0].advantages.tolist() == [0, 1, 1]
     assert batch.rows[0].weights.sum() == pytest.approx(1)
-    assert batch.ledger == Ledger(2, {"below the pass reward": 1})
+    assert batch.ledger == Ledger(2, {"no reward": 1})
 
 
 def test_records_that_contradict_themselves_name_the_rollout_and_the_call():

@@ -111,18 +111,15 @@ def make_batch(rollouts: Sequence[FinishedRollout], advantages: Mapping[str, flo
     return _weighted(chosen, ledger)
 
 
-def make_demonstrations(rollouts: Sequence[FinishedRollout], pass_reward: float | None = None) -> Batch:
+def make_demonstrations(rollouts: Sequence[FinishedRollout]) -> Batch:
     """The rows of one supervised step, with the same weights and advantage 1.
 
-    Calls need no log-probabilities here (a row's are 0 where they are not known). Rollouts below `pass_reward` are left
-    out and counted.
+    Calls need no log-probabilities here (a row's are 0 where they are not known).
     """
     ledger = Ledger()
     chosen: list[tuple[FinishedRollout, float, list[Call]]] = []
     for rollout in rollouts:
         reason = left_out(rollout)
-        if reason is None and pass_reward is not None and (rollout.reward is None or rollout.reward < pass_reward):
-            reason = "below the pass reward"
         if reason is not None:
             ledger.leave_out(rollout.calls, reason)
             continue

@@ -22,7 +22,6 @@ Reason = Literal[
     "abandoned",
     "side call",
     "no log-probabilities",
-    "below the pass reward",
 ]
 
 #: What each reason means, for reports.
@@ -40,7 +39,6 @@ MEANING: dict[Reason, str] = {
     "abandoned": "the client went away before the answer was whole",
     "side call": "a call of a kind that is not trained",
     "no log-probabilities": "the engine did not say how probable its tokens were",
-    "below the pass reward": "a demonstration that did not reach warmup.pass_reward",
 }
 
 
