@@ -1,9 +1,10 @@
 """The reward: 1 if the calculator was used and the final answer is right, else 0."""
 
 import re
+from pathlib import Path
 
 
-def grade(task: dict, transcript: list[dict], workspace: str, exit_status: int) -> dict:
+def grade(task: dict, transcript: list[dict], workspace: Path, exit_status: int) -> dict:
     """Judge one run by what was said in it.
 
     task: as `tasks.py` made it. transcript: the run's chat messages (OpenAI's form), the last reply included.

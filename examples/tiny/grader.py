@@ -1,7 +1,9 @@
 """The reward: 1 if the final answer is the number that was asked for and the tool was used, else 0."""
 
+from pathlib import Path
 
-def grade(task: dict, transcript: list[dict], workspace: str, exit_status: int) -> dict:
+
+def grade(task: dict, transcript: list[dict], workspace: Path, exit_status: int) -> dict:
     """Judge one run by its chat messages; the last one is the final answer."""
     used = any(message.get("role") == "tool" for message in transcript)
     last = transcript[-1] if transcript else {}

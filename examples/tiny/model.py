@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 FOLDER = Path(__file__).parent
+STEPS, PEAK = 160, 5e-3  # of the pretraining: optimizer steps of 32 conversations, largest learning rate
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*ITEMS, *SHEETS.values()]
 TOOL = {
@@ -105,15 +106,17 @@ def pretrained(tokenizer: Tokenizer, rng: random.Random) -> LlamaForCausalLM:
         pad_token_id=0,
     )
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(PRETRAINING_STEPS):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 10, (PRETRAINING_STEPS - step) / 50)
-        rows = [example(tokenizer, conversation(rng)) for _ in range(64)]
+            group["lr"] = PEAK * min(1.0, (step + 1) / 10, 4 * (STEPS - step) / STEPS)
+        rows = [example(tokenizer, conversation(rng)) for _ in range(32)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
-        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in rows])
-        loss = model(input_ids=ids, labels=labels).loss
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in rows])[:, 1:]
+        states = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        learned = labels >= 0  # logits only where a reply is predicted
+        loss = torch.nn.functional.cross_entropy(model.lm_head(states[learned]), labels[learned])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -131,7 +134,6 @@ def example(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[int], list[int
     return ids, labels
 
 
-PRETRAINING_STEPS = 150
 ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 ENVIRONMENT.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)  # as transformers has it
 TEMPLATE = ENVIRONMENT.from_string((FOLDER / "chat_template.jinja").read_text(encoding="utf-8"))
