@@ -109,7 +109,9 @@ def test_the_calculator_works_out_arithmetic(monkeypatch: pytest.MonkeyPatch, ex
     assert load(monkeypatch, "calculator", "agent").evaluate(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["", "x", "2**99", "__import__('os')", "1 if 1 else 2", "'a'*9", "1" * 201, "1/0"])
+@pytest.mark.parametrize(
+    "expression", ["", "x", "2**99", "__import__('os')", "1 if 1 else 2", "'a'*9", "1" * 201, "1/0"]
+)
 def test_the_calculator_does_nothing_else(monkeypatch: pytest.MonkeyPatch, expression: str) -> None:
     with pytest.raises((ValueError, SyntaxError, ZeroDivisionError)):
         load(monkeypatch, "calculator", "agent").evaluate(expression)

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from gateway.models import make_model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.models import make_model_folder
 from longrein.gateway.loading import load_text_model
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import HermesParser, ParserOptions, message_of

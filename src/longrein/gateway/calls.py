@@ -115,7 +115,7 @@ class TokenCalls:
         self.parser = make_parser(config.model.parser, self.model, config.model.path)
         self.policy = self._policy_engine()
         self.teacher = self._teacher_engine()
-        self.attempts: OrderedDict[tuple[str, str], Attempt] = OrderedDict()
+        self.attempts: OrderedDict[tuple[str, str, float], Attempt] = OrderedDict()
         if not self.model.exact:
             log.warning(
                 "the tokenizer of %s does not return the text it was given: prompts are faithful after its own normalisation",
@@ -209,7 +209,8 @@ class TokenCalls:
         return self.teacher
 
     def _attempt(self, rollout: Rollout, attempt_id: str) -> Attempt:
-        key = (rollout.rollout_id, attempt_id)
+        # A rollout that was deleted and posted again under its id is another one.
+        key = (rollout.rollout_id, attempt_id, rollout.status.created_at)
         attempt = self.attempts.get(key)
         if attempt is None:
             started = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,9 @@ class PrefixStore:
         """Keep a call's keys and values; an entry that it extends is no longer needed."""
         if len(ids) > self.capacity or len(ids) == 0:
             return
-        for key in [k for k, e in self._entries.items() if len(e.ids) <= len(ids) and common_ids(e.ids, ids) == len(e.ids)]:
+        for key in [
+            k for k, e in self._entries.items() if len(e.ids) <= len(ids) and common_ids(e.ids, ids) == len(e.ids)
+        ]:
             self.tokens -= len(self._entries.pop(key).ids)
         self._entries[self._next] = Prefix(ids, kept)
         self._next += 1
@@ -182,7 +185,7 @@ def sources(prompts: Sequence[np.ndarray], cached: Sequence[int], least: int) ->
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
     found = [(-1, 0)] * len(prompts)
-    for before, here in zip(order, order[1:], strict=False):
+    for before, here in pairwise(order):
         shared = common_ids(prompts[before], prompts[here])
         source, reach = found[before]
         if source >= 0 and reach >= shared:

@@ -102,7 +102,9 @@ class Sampler:
         self.running: list[Sample] = []
         shape = rows_shape(model)
         self.engine: RowsEngine | SingleEngine = (
-            RowsEngine(model, shape, PrefixStore(cache_tokens), self.stats) if shape is not None else SingleEngine(model, self.stats)
+            RowsEngine(model, shape, PrefixStore(cache_tokens), self.stats)
+            if shape is not None
+            else SingleEngine(model, self.stats)
         )
 
     def renewed(self) -> Sampler:
@@ -311,7 +313,9 @@ class _Forward:
         self._model: Any = model
         self._decoder: Any = model.get_decoder()  # type: ignore[operator]
         # Its name changed between versions of transformers.
-        self._cache_name = "cache" if "cache" in inspect.signature(self._decoder.forward).parameters else "past_key_values"
+        self._cache_name = (
+            "cache" if "cache" in inspect.signature(self._decoder.forward).parameters else "past_key_values"
+        )
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any, logits: bool
@@ -330,7 +334,7 @@ def rows_shape(model: nn.Module) -> Shape | None:
     config: Any = model.config
     config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+    if kinds != {"full_attention"} or (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")):
         return None
     cache = DynamicCache()
     parameter = next(model.parameters())
@@ -350,7 +354,9 @@ def rows_shape(model: nn.Module) -> Shape | None:
 # From logits to tokens
 
 
-def sample(logits: torch.Tensor, options: Sequence[Sampling], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample(
+    logits: torch.Tensor, options: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
     """One token for each row of `logits` [B, V], and its natural-log probability under the distribution sampled from.
 
     `uniforms` [B] are numbers in [0, 1): the token is the first whose cumulative probability exceeds its row's number.

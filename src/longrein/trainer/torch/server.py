@@ -101,7 +101,11 @@ class EngineServer:
         """Listen and compute; the address."""
         self._loop = asyncio.get_running_loop()
         self._frozen_news = asyncio.Event()
-        listener = socket.create_server((host, port), backlog=2048)
+        # Named as TCP, asyncio sends small answers at once (TCP_NODELAY); create_server does not name the protocol.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
         app = Starlette(
             routes=[
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
@@ -202,7 +206,8 @@ class EngineServer:
 
     def _set_frozen(self, frozen: bool) -> None:
         if frozen and not self._frozen:
-            assert self._loop is not None and self._frozen_news is not None
+            assert self._loop is not None
+            assert self._frozen_news is not None
             self._loop.call_soon_threadsafe(self._frozen_news.set)
         self._frozen = frozen
 
