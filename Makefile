@@ -46,7 +46,6 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/gateway.py
 

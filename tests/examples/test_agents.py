@@ -26,7 +26,7 @@ class Endpoint(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Endpoint
+    server: Endpoint  # type: ignore
 
     def do_POST(self) -> None:
         self.server.seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))

@@ -62,8 +62,8 @@ def test_the_official_client_reads_answers_and_streams(gateway: RunningGateway) 
     chunks = list(
         client.chat.completions.create(
             model="policy",
-            messages=say({"say": call}),
-            tools=TOOLS,
+            messages=say({"say": call}),  # type: ignore
+            tools=TOOLS,  # type: ignore
             stream=True,
             stream_options={"include_usage": True},  # type: ignore[arg-type,call-overload]
         )
@@ -74,7 +74,7 @@ def test_the_official_client_reads_answers_and_streams(gateway: RunningGateway) 
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "hm"
     assert [t.function.arguments for d in deltas for t in d.tool_calls or []] == ['{"command": "ls"}']
     assert chunks[-2].choices[0].finish_reason == "tool_calls"
-    assert chunks[-1].usage.total_tokens == plain.usage.total_tokens
+    assert chunks[-1].usage.total_tokens == plain.usage.total_tokens  # type: ignore
     first, second = gateway.calls(rollout)
     assert first.sampled == second.sampled
     assert second.fork is None  # an equal request is a sibling

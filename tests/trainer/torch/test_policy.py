@@ -58,7 +58,7 @@ def test_not_a_causal_language_model(tmp_path: Path) -> None:
         "intermediate_size": 16,
         "vocab_size": 9,
     }
-    BertForMaskedLM(BertConfig(**shape)).save_pretrained(tmp_path)
+    BertForMaskedLM(BertConfig(**shape)).save_pretrained(tmp_path)  # type: ignore
     with pytest.raises(PolicyError, match="BertForMaskedLM, which is not a causal language model"):
         load_policy(_options(tmp_path), 0)
 

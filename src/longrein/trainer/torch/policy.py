@@ -163,7 +163,7 @@ def refresh(copy: nn.Module, policy: Policy) -> None:
     if targets.keys() != sources.keys():
         odd = sorted(targets.keys() ^ sources.keys())
         raise PolicyError(f"the sampler's copy has other weights than the learner's model, for example {odd[0]}")
-    torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets])
+    torch._foreach_copy_(list(targets.values()), [sources[name] for name in targets])  # type: ignore
 
 
 @torch.no_grad()
@@ -222,7 +222,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> nn.Module:
             f"model.path: {folder} holds {', '.join(names) or described.model_type}, which is not a causal language model"
         )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)  # type: ignore
     except Exception as error:
         raise PolicyError(f"model.path: the weights in {folder} cannot be loaded: {error}") from error
     missing = sorted(report["missing_keys"])
@@ -254,7 +254,7 @@ def _context(asked: int, model: nn.Module, folder: Path) -> int:
         )
     if asked and longest is not None and asked > longest:
         raise PolicyError(f"model.context: {asked} is beyond the model's own maximum of {longest} tokens")
-    return int(asked or longest)
+    return int(asked or cast(int, longest))
 
 
 def _with_lora(model: nn.Module, options: config.Lora, seed: int) -> nn.Module:
@@ -265,7 +265,7 @@ def _with_lora(model: nn.Module, options: config.Lora, seed: int) -> nn.Module:
     targets: Any = "all-linear" if options.targets == ["all-linear"] else options.targets
     lora = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore
         target_modules=targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",  # type: ignore[arg-type]
