@@ -42,7 +42,9 @@ _SHAPE: dict[str, Any] = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SHAPE, tie_word_embeddings=False),
-    "gemma3": lambda: Gemma3TextConfig(**_SHAPE, sliding_window=6, query_pre_attn_scalar=8),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SHAPE, sliding_window=6, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
+    ),
     "mistral_sliding": lambda: MistralConfig(**_SHAPE, sliding_window=6),
 }
 

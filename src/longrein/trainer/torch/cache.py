@@ -8,14 +8,12 @@ or the next rollout of a group, computes only what is new.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 
 @dataclass(frozen=True)
@@ -33,27 +31,32 @@ class Rows:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.count = 0
-        self._data = self._allocate(8, 128)
+        self._data = self._allocate(0, 0)
 
     def _allocate(self, rows: int, length: int) -> torch.Tensor:
+        # Zeros, because masked positions are multiplied by 0 and what memory held before may be no number.
         shape = (self.shape.layers, 2, rows, self.shape.heads, length, self.shape.width)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` sequences of `length` tokens; both at least double when they grow."""
+        """Make room for `rows` sequences of `length` tokens; what grows, grows by half of itself at least."""
         have_rows, have_length = self._data.shape[2], self._data.shape[4]
         if rows <= have_rows and length <= have_length:
             return
-        rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows)
-        length = have_length if length <= have_length else max(-(-length // 64) * 64, have_length * 3 // 2)
-        old, self._data = self._data, self._allocate(rows, length)
-        self._data[:, :, : self.count, :, :have_length] = old[:, :, : self.count]
+        if rows > have_rows:
+            rows = max(rows, 8, 2 * have_rows)
+        if length > have_length:
+            length = -(-max(length, 128, have_length * 3 // 2) // 64) * 64
+        old, self._data = self._data, self._allocate(max(rows, have_rows), max(length, have_length))
+        self._data[:, :, :have_rows, :, :have_length] = old
 
-    def layer(self, index: int, first: int, last: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [last - first, heads, length, width] of a layer, as views."""
-        pair = self._data[index, :, first:last, :, :length]
-        return pair[0], pair[1]
+    def release(self) -> None:
+        """Give all memory back."""
+        self._data = self._allocate(0, 0)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, heads, length, width] of a layer, as views."""
+        return self._data[index, 0], self._data[index, 1]
 
     def take(self, row: int, length: int) -> torch.Tensor:
         """A copy of a row's first `length` keys and values: [layers, 2, heads, length, width]."""
@@ -69,53 +72,40 @@ class Rows:
 
 
 class RowsCache(Cache):
-    """What a transformers model sees of `Rows` in one pass: writes new tokens at each row's own place."""
+    """What a transformers model sees of `Rows` in one pass: new tokens are written at each row's own place."""
 
     def __init__(self, rows: Rows) -> None:
+        super().__init__(layers=[])
         self._rows = rows
-        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._window = (0, 0, 0)
-        super().__init__(layers=[_Layer(self, index) for index in range(rows.shape.layers)])  # type: ignore[list-item]
+        self._count: int | None = None
+        self._length = 0
+        self._row = self._position = torch.empty(0)
 
-    def aim(self, first: int, positions: torch.Tensor, length: int) -> None:
-        """The next pass computes rows from `first` on: its tokens stand at `positions` [B, S] and see `length` keys."""
-        count, new = positions.shape
-        rows = torch.arange(count, device=positions.device)[:, None].expand(count, new)
-        self._places = (rows, positions)
-        self._window = (first, first + count, length)
-
-    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, S, width] of a layer and give what attention sees of it."""
-        assert self._places is not None
-        rows, positions = self._places
-        all_keys, all_values = self._rows.layer(index, *self._window)
-        all_keys[rows, :, positions] = keys.transpose(1, 2)
-        all_values[rows, :, positions] = values.transpose(1, 2)
-        return all_keys, all_values
-
-
-class _Layer(CacheLayerMixin):
-    def __init__(self, cache: RowsCache, index: int) -> None:
-        super().__init__()
-        self._cache, self._index = cache, index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Rows are allocated already."""
+    def aim(self, rows: list[int], positions: torch.Tensor, length: int) -> None:
+        """The next pass computes these rows: their tokens stand at `positions` [B, S] and see `length` keys."""
+        # Rows 0 … n - 1 are seen as a view; any others are gathered, which a pass over prompts can afford.
+        self._count = len(rows) if rows == list(range(len(rows))) else None
+        self._row = torch.tensor(rows, device=positions.device)
+        self._position, self._length = positions, length
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cache.write(self._index, key_states, value_states)
+        """Write [B, heads, S, width] of a layer; what attention sees: [B, heads, length, width]."""
+        keys, values = self._rows.layer(layer_idx)
+        row = self._row[:, None]
+        keys[row, :, self._position] = key_states.transpose(1, 2)
+        values[row, :, self._position] = value_states.transpose(1, 2)
+        keys, values = keys[:, :, : self._length], values[:, :, : self._length]
+        if self._count is None:
+            return keys.index_select(0, self._row), values.index_select(0, self._row)
+        return keys[: self._count], values[: self._count]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache._window[2], 0
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
 
-    def get_seq_length(self) -> int:
-        return self._cache._window[2]
-
-    def get_max_length(self) -> int:
-        return -1
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self._length, 0
 
 
 @dataclass
@@ -151,8 +141,6 @@ class PrefixStore:
 
     def add(self, ids: np.ndarray, kept: torch.Tensor) -> None:
         """Keep a call's keys and values; an entry that it extends is no longer needed."""
-        if len(ids) > self.capacity or len(ids) == 0:
-            return
         for key in [
             k for k, e in self._entries.items() if len(e.ids) <= len(ids) and common_ids(e.ids, ids) == len(e.ids)
         ]:
@@ -175,21 +163,3 @@ def common_ids(a: np.ndarray, b: np.ndarray) -> int:
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
-
-
-def sources(prompts: Sequence[np.ndarray], cached: Sequence[int], least: int) -> list[tuple[int, int]]:
-    """For prompts that wait together: (index of the prompt to copy from, tokens to copy), or (-1, 0).
-
-    `cached[i]` tokens of prompt i are in the store; another prompt is worth waiting for when it shares `least` tokens
-    more. Identical prompts all copy from the same one.
-    """
-    order = sorted(range(len(prompts)), key=lambda i: prompts[i].tolist())
-    found = [(-1, 0)] * len(prompts)
-    for before, here in pairwise(order):
-        shared = common_ids(prompts[before], prompts[here])
-        source, reach = found[before]
-        if source >= 0 and reach >= shared:
-            before = source  # what is shared with the neighbour is shared with its own source
-        if shared >= cached[here] + least:
-            found[here] = (before, shared)
-    return found
