@@ -89,19 +89,19 @@ class Stats:
 class Sampler:
     """Steps over the running sequences. Used from one thread at a time."""
 
-    def __init__(self, model: nn.Module, *, max_batch: int, cache_tokens: int) -> None:
+    def __init__(self, model: nn.Module, *, max_batch: int, cache_tokens: int, stats: Stats | None = None) -> None:
         self.model = model
         self.max_batch = max_batch
         self.cache_tokens = cache_tokens
         self.version = 0
-        self.stats = Stats()
+        self.stats = stats or Stats()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.engine = make_engine(model, cache_tokens, self.stats)
 
     def renewed(self) -> Sampler:
         """A sampler of the same model and version with nothing running, after a step that failed."""
-        fresh = Sampler(self.model, max_batch=self.max_batch, cache_tokens=self.cache_tokens)
+        fresh = Sampler(self.model, max_batch=self.max_batch, cache_tokens=self.cache_tokens, stats=self.stats)
         fresh.version = self.version
         return fresh
 
@@ -109,6 +109,7 @@ class Sampler:
         """Queue a request; it joins at the next step."""
         self.waiting.append(sequence)
 
+    @torch.inference_mode()
     def changed(self, version: int) -> None:
         """The weights are those of `version` now. Running sequences go on over their old keys and values."""
         self.version = version

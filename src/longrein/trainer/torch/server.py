@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import uvicorn
 from msgspec import Struct
 from starlette.applications import Starlette
@@ -29,11 +30,14 @@ from starlette.routing import Route
 from longrein import config
 from longrein.trainer.torch.policy import Policy, refresh, sampling_model
 from longrein.trainer.torch.sampler import Sample, Sampler, Sampling
+from longrein.trainer.torch.threads import Threads
 
 log = logging.getLogger(__name__)
 
 #: Longest time that sampled tokens of a stream wait to be sent together.
 FLUSH_SECONDS = 0.05
+#: Below it, scores divided by it overflow float32.
+LOWEST_TEMPERATURE = 1e-3
 
 
 class SamplingParams(Struct, forbid_unknown_fields=True):
@@ -81,6 +85,9 @@ class EngineServer:
         self.policy = policy
         self._model = sampling_model(policy, sample_dtype)
         self._sampler = Sampler(self._model, max_batch=engine.max_batch, cache_tokens=engine.cache_tokens)
+        # A number that the run file names is kept.
+        adapts = engine.threads == 0 and policy.device.type == "cpu"
+        self._threads = Threads(torch.get_num_threads()) if adapts else None
         self._waiters: dict[str, Waiter] = {}
         self._inbox: list[Sample] = []
         self._by_sample: dict[int, Waiter] = {}
@@ -181,6 +188,8 @@ class EngineServer:
         while True:
             with self._lock:
                 while not self._stopping and (self._holds or not self._has_work()):
+                    if self._holds and self._threads is not None:
+                        self._threads.restore()  # the learner computes next
                     self._set_frozen(self._holds > 0)
                     self._lock.wait()
                 self._set_frozen(False)
@@ -189,6 +198,8 @@ class EngineServer:
                 arrived, self._inbox = self._inbox, []
             for sample in arrived:
                 self._sampler.add(sample)
+            if self._threads is not None:
+                self._threads.adapt()
             began = time.perf_counter()
             try:
                 stepped = self._sampler.step()
@@ -263,8 +274,14 @@ class EngineServer:
                 f"max_tokens: {count} prompt tokens and {options.max_tokens} more do not fit into the context of "
                 f"{self.policy.context} tokens"
             )
-        if options.temperature < 0 or not 0 < options.top_p <= 1 or options.top_k < 0:
-            raise BadRequest("temperature and top_k: expected 0 or more; top_p: expected more than 0 and at most 1")
+        if options.temperature and not LOWEST_TEMPERATURE <= options.temperature < float("inf"):
+            raise BadRequest(f"temperature: expected 0 (the most probable token) or at least {LOWEST_TEMPERATURE}")
+        if not 0 < options.top_p <= 1:
+            raise BadRequest("top_p: expected more than 0 and at most 1")
+        if options.top_k < 0:
+            raise BadRequest("top_k: expected 0 (all tokens) or more")
+        if options.seed < 0:
+            raise BadRequest("seed: expected 0 or more")
         return Sample(
             np.asarray(asked.token_ids, np.int32),
             Sampling(
