@@ -46,6 +46,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
+	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/gateway.py
 
