@@ -95,7 +95,7 @@ def plain(model: Any, prompts: list[np.ndarray], new: int, cache: str) -> Speed:
 
 def tiny_model() -> Any:
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512}
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 512}
     described = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
     return AutoModelForCausalLM.from_config(described).eval()
 
