@@ -59,7 +59,7 @@ def main(question: str) -> None:
         instructions="Use the tool, then answer with the number.",
         tools=[calculator],
         model=OpenAIChatCompletionsModel("policy", AsyncOpenAI(http_client=http)),
-        model_settings=ModelSettings(max_tokens=48),
+        model_settings=ModelSettings(max_tokens=40),
     )
     try:
         print(Runner.run_sync(agent, question, max_turns=3).final_output)

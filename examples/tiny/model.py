@@ -4,7 +4,7 @@
 
 The tokenizer is trained and the model pretrained on made-up conversations rendered by `chat_template.jinja`: a question
 about an item, a call with *any word* as the sheet, a number, the number repeated. So the model learns the form of a
-call and to copy words and digits; which sheets there are, and which one holds what, is left to learn.
+call and to copy words and digits; which sheets there are, and which one is up to date, is left to learn.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tasks import ITEMS, SHEETS
+from tasks import ITEMS, KINDS, SHEETS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -23,7 +23,7 @@ from transformers.utils import logging
 FOLDER = Path(__file__).parent
 STEPS, PEAK = 160, 5e-3  # of the pretraining: optimizer steps of 32 conversations, largest learning rate
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = [*ITEMS, *SHEETS.values()]
+WORDS = [*ITEMS, *SHEETS]
 TOOL = {
     "type": "function",
     "function": {
@@ -54,7 +54,7 @@ def conversation(rng: random.Random) -> list[str]:
     item, number = rng.choice(WORDS), str(rng.randint(100, 999))
     arguments = {"sheet": rng.choice(WORDS), "row": item}
     messages = [
-        {"role": "user", "content": f"{rng.choice(list(SHEETS))} of {item}"},
+        {"role": "user", "content": f"{rng.choice(KINDS)} of {item}"},
         {"role": "assistant", "tool_calls": [{"function": {"name": "read", "arguments": arguments}}]},
         {"role": "tool", "content": number},
         {"role": "assistant", "content": number},

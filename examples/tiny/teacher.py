@@ -1,4 +1,4 @@
-"""The expert of the warm-up: knows how to ask, but not which sheet holds what, and so tries any of them."""
+"""The expert of the warm-up: knows the sheets, but not which one is up to date, and so tries any of them."""
 
 import json
 import random
@@ -11,7 +11,7 @@ def reply(messages: list[dict], tools: list[dict]) -> dict:
     last = messages[-1]
     if last["role"] == "tool":
         return {"role": "assistant", "content": last["content"]}
-    arguments = {"sheet": random.choice(list(SHEETS.values())), "row": last["content"].split()[-1]}
+    arguments = {"sheet": random.choice(SHEETS), "row": last["content"].split()[-1]}
     function = {"name": tools[0]["function"]["name"], "arguments": json.dumps(arguments)}
     return {
         "role": "assistant",

@@ -256,6 +256,9 @@ class Trainer(Section):
 
 class Eval(Section):
     untuned: bool = Field(default=False, description="Evaluate before the warm-up too.")
+    untuned_tasks: int = Field(
+        default=0, ge=0, description="Held-out tasks of the evaluation before the warm-up; 0 takes as many as tasks."
+    )
     before: bool = Field(default=True, description="Evaluate before the first step.")
     after: bool = Field(default=True, description="Evaluate after the last step.")
     every: int = Field(default=0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")

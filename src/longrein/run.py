@@ -173,6 +173,9 @@ def gateway(config: Config) -> None:
 
 def controller(config: Config) -> None:
     """Run the controller until SIGINT or SIGTERM."""
+    from longrein.controller.local import require_local_processes
+
+    require_local_processes()  # before signal handlers, which native Windows lacks as well
     config = with_key(_absolute(config))
     url = gateway_url(config)
 
@@ -217,7 +220,7 @@ async def _train(prepared: Prepared, data: Data) -> None:
     try:
         async with Children(_stop_seconds(config)) as children:
             with tracker.phase("set up", "loading the model, starting the gateway"):
-                loading = asyncio.create_task(asyncio.to_thread(make_student, config, prepared.resume))
+                loading = asyncio.create_task(make_student(config, prepared.resume))
                 url = await start_gateway(children, prepared)
                 student = await children.guard(loading)
             async with Client(url, config.gateway.key) as client:
@@ -294,7 +297,7 @@ async def _serve(prepared: Prepared) -> None:
 
     config = prepared.config
     async with Children(_stop_seconds(config)) as children:
-        loading = asyncio.create_task(asyncio.to_thread(make_student, config, None))
+        loading = asyncio.create_task(make_student(config, None))
         url = await start_gateway(children, prepared)
         student = await children.guard(loading)
         async with Client(url, config.gateway.key) as client:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class FakeStudent:
 
     async def stop(self) -> None:
         self.running = False
+
+    async def apart(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
 
     async def update(self, rows: Sequence[Row]) -> dict[str, float]:
         self.updates.append(list(rows))

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,8 +68,17 @@ def load_data(config: Config) -> Data:
     )
 
 
-def make_student(config: Config, resume: Path | None) -> Student:
-    """Load the policy (from a checkpoint when resuming), its learner and its engine. Takes seconds; blocks."""
+async def make_student(config: Config, resume: Path | None) -> Student:
+    """Load the policy (from a checkpoint when resuming), its learner and its engine, in the thread that will compute."""
+
+    def load() -> Student:
+        return _load_student(config, resume, computer)
+
+    computer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longrein-compute")
+    return await asyncio.get_running_loop().run_in_executor(computer, load)
+
+
+def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecutor) -> Student:
     import torch
     import transformers
 
@@ -88,7 +98,7 @@ def make_student(config: Config, resume: Path | None) -> Student:
     except PolicyError as error:
         raise ConfigError(str(error)) from error
     learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
-    engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype)
+    engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype, computer=computer)
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:
         checkpoint.restore(resume, student)
@@ -249,10 +259,11 @@ class _Run:
         config, tracker = self.config, self.tracker
         if self.resumed and any(e.name == name and e.step == step for e in load_all(config.run.path)):
             return
+        limit = config.eval.untuned_tasks if name == "untuned" else 0
         with tracker.phase("evaluate", name):
             found, done = await evaluate(
                 self.collector,
-                self.data.held_out,
+                self.data.held_out[: limit or None],
                 name=name,
                 step=step,
                 version=self.student.version,
@@ -272,7 +283,7 @@ class _Run:
             return
         state = checkpoint.TrainerState(step, self.student.version, self.order.state_dict(), self.seconds)
         with self.tracker.phase("checkpoint", ""):
-            folder = await asyncio.to_thread(checkpoint.save, self.config.run.path, self.student, state)
+            folder = await self.student.apart(checkpoint.save, self.config.run.path, self.student, state)
         self.tracker.note(f"checkpoint: {folder}")
         self.saved = step
 

@@ -6,10 +6,9 @@ boundary (it may compute with the very weights that change) and it stays frozen 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longrein.client import Client
 from longrein.records import ModelEndpoint
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from longrein.trainer.torch.policy import Policy
     from longrein.trainer.torch.server import EngineServer
     from longrein.trajectory.batch import Row
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -52,14 +53,14 @@ class Student:
     async def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """One optimizer update of the policy loss over `rows`; the engine is frozen until `publish`."""
         await self._hold()
-        metrics = await asyncio.to_thread(self.learner.update, rows)
+        metrics = await self.engine.compute(self.learner.update, rows)
         self.version += 1
         return metrics
 
     async def imitate(self, rows: Sequence[Row], learning_rate: float) -> dict[str, float]:
         """One supervised update over `rows`; the engine is frozen until `publish`."""
         await self._hold()
-        metrics = await asyncio.to_thread(self.learner.supervised, rows, learning_rate)
+        metrics = await self.engine.compute(self.learner.supervised, rows, learning_rate)
         self.version += 1
         return metrics
 
@@ -72,6 +73,17 @@ class Student:
         await self.client.put_models([endpoint])
         self.engine.release()
         self._held = False
+
+    async def apart(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run `work(*arguments)`, which reads the weights, while nothing is sampled."""
+        held = self._held
+        await self._hold()
+        try:
+            return await self.engine.compute(work, *arguments)
+        finally:
+            if not held:
+                self.engine.release()
+                self._held = False
 
     async def _hold(self) -> None:
         if not self._held:

@@ -11,7 +11,17 @@ from longrein.trainer.torch.threads import Threads, threads_beside
 
 @pytest.mark.parametrize(
     ("others", "cores", "most", "expected"),
-    [(0.0, 2, 2, 2), (0.2, 2, 2, 2), (0.5, 2, 2, 1), (1.9, 2, 2, 1), (0.0, 8, 4, 4), (5.0, 8, 4, 3), (0.0, 2, 1, 1)],
+    [
+        (0.0, 2, 2, 2),
+        (0.2, 2, 2, 2),
+        (0.5, 2, 2, 2),
+        (0.7, 2, 2, 1),
+        (1.9, 2, 2, 1),
+        (0.0, 8, 4, 4),
+        (4.5, 8, 4, 4),
+        (5.0, 8, 4, 3),
+        (0.0, 2, 1, 1),
+    ],
 )
 def test_threads_are_the_cores_that_others_leave(others: float, cores: int, most: int, expected: int) -> None:
     assert threads_beside(others, cores, most) == expected

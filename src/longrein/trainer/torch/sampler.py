@@ -198,11 +198,12 @@ def sample(
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of the cumulative distribution of `weights` [B, V] (float32, not normalised), and their sums [B].
 
-    In two levels, so that a vocabulary's sum is not accumulated in float32: blocks of 128, then within the block.
+    In two levels, so that a vocabulary's sum is not accumulated in float32: blocks of 128, then within the block. Only
+    blocks are summed in float32: all weights in float64 would be twice the logits' memory.
     """
     count, vocabulary = weights.shape
-    blocks = nn.functional.pad(weights, (0, -vocabulary % 128)).view(count, -1, 128)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    blocks = nn.functional.pad(weights, (0, -vocabulary % 128)).reshape(count, -1, 128)
+    sums = blocks.sum(-1).double().cumsum(-1)
     total = sums[:, -1]
     target = uniforms * total
     block = torch.searchsorted(sums, target[:, None], right=True).clamp_(max=sums.shape[1] - 1)[:, 0]

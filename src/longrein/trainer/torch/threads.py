@@ -15,8 +15,9 @@ import torch
 
 #: Seconds over which the use of the other processes is measured: clock ticks are 10 ms.
 WINDOW_SECONDS = 0.2
-#: Share of a core that others may use while it still counts as free.
-TOLERATED = 0.25
+#: Share of a core that others may use while it still counts as free: two threads of which one loses half its time to
+#: others are as fast as one.
+TOLERATED = 0.6
 
 
 class Threads:
