@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longrein.gateway.access import Seat, hash_token, new_token
-from longrein.gateway.dialects import DialectError
+from longrein.gateway.dialects import DialectError, messages
 from longrein.gateway.engines.openai import disconnected
 from longrein.gateway.events import events_of
 from longrein.records import (
@@ -49,7 +49,7 @@ T = TypeVar("T")
 LONGEST_WAIT = 600.0
 #: Ids become names of files and folders: no separators, nothing that climbs.
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,199}")
-_MODEL_PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}/openai/v1"
+_ATTEMPT_PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}"
 
 
 def create_app(gateway: Gateway) -> Starlette:
@@ -57,6 +57,7 @@ def create_app(gateway: Gateway) -> Starlette:
     routes = [
         Route("/", _alive),
         Route("/healthz", _alive),
+        Route("/api/hello", _alive),  # what Claude Code asks first
         Route("/api/rollouts", _list_rollouts, methods=["GET"]),
         Route("/api/rollouts", _add_rollouts, methods=["POST"]),
         Route("/api/rollouts/terminal", _terminal),
@@ -75,8 +76,10 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/proxy/pause", _pause, methods=["POST"]),
         Route("/proxy/resume", _resume, methods=["POST"]),
         Route("/proxy/state", _gate_state),
-        *_model_routes(_MODEL_PREFIX, _seat_of_path),
-        *_model_routes("/v1", _seat_of_token),
+        *_openai_routes(_ATTEMPT_PREFIX + "/openai/v1", _seat_of_path),
+        *_openai_routes("/v1", _seat_of_token),
+        *_anthropic_routes(_ATTEMPT_PREFIX + "/anthropic", _seat_of_path),
+        *_anthropic_routes("", _seat_of_token),
     ]
     handlers: dict[Any, Any] = {
         HTTPException: _http_error,
@@ -288,17 +291,21 @@ async def _gate_state(request: Request) -> Response:
 # --- The model ------------------------------------------------------------------------------------------------------
 
 
-def _model_routes(prefix: str, seat_of: Callable[[Request], Seat]) -> list[Route]:
-    def asks(dialect: str) -> Callable[[Request], Awaitable[Response]]:
-        async def ask(request: Request) -> Response:
-            gateway = _gateway(request)
-            seat = seat_of(request)
-            if not seat.recorded:
-                await gateway.store.ensure_attempt(seat.rollout.rollout_id, seat.attempt_id)
-            return await gateway.answer(request, dialect, seat.rollout, seat.attempt_id, seat.mode)
+SeatOf = Callable[[Request], Seat]
 
-        return ask
 
+def _asks(dialect: str, seat_of: SeatOf) -> Callable[[Request], Awaitable[Response]]:
+    async def ask(request: Request) -> Response:
+        gateway = _gateway(request)
+        seat = seat_of(request)
+        if not seat.recorded:
+            await gateway.store.ensure_attempt(seat.rollout.rollout_id, seat.attempt_id)
+        return await gateway.answer(request, dialect, seat.rollout, seat.attempt_id, seat.mode)
+
+    return ask
+
+
+def _openai_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
     async def models(request: Request) -> Response:
         seat_of(request)
         listed = [
@@ -308,10 +315,28 @@ def _model_routes(prefix: str, seat_of: Callable[[Request], Seat]) -> list[Route
         return _answer({"object": "list", "data": listed})
 
     return [
-        Route(f"{prefix}/chat/completions", asks("chat"), methods=["POST"]),
-        Route(f"{prefix}/completions", asks("completions"), methods=["POST"]),
+        Route(f"{prefix}/chat/completions", _asks("chat", seat_of), methods=["POST"]),
+        Route(f"{prefix}/completions", _asks("completions", seat_of), methods=["POST"]),
+        Route(f"{prefix}/responses", _asks("responses", seat_of), methods=["POST"]),
         Route(f"{prefix}/models", models),
     ]
+
+
+def _anthropic_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
+    async def count(request: Request) -> Response:
+        seat = seat_of(request)
+        return _answer({"input_tokens": await _gateway(request).count(request, seat.rollout, seat.attempt_id)})
+
+    async def alive(request: Request) -> Response:
+        return Response(status_code=200)
+
+    routes = [
+        Route(f"{prefix}/v1/messages", _asks("messages", seat_of), methods=["POST"]),
+        Route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"]),
+    ]
+    if prefix:  # what clients ask before their first message
+        routes += [Route(f"{prefix}{path}", alive, methods=["HEAD"]) for path in ("", "/", "/api/hello")]
+    return routes
 
 
 def _seat_of_path(request: Request) -> Seat:
@@ -456,14 +481,20 @@ def _answer(value: Any, status: int = 200) -> Response:
 
 
 def _error(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error in the shape of its path: OpenAI's for the model's, `{"detail": …}` for all others."""
+    """An error in the shape of its path: the dialect's for the model's, `{"detail": …}` for all others."""
     path = request.url.path
-    if path.startswith(("/v1/", "/proxy/rollout/")):
+    if _speaks_anthropic(path):
+        body: Any = {"type": "error", "error": {"type": messages.error_type(status), "message": message}}
+    elif path.startswith(("/v1/", "/proxy/rollout/")):
         kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        body: Any = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     else:
         body = {"detail": message}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _speaks_anthropic(path: str) -> bool:
+    return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -471,4 +502,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _dialect_error(request: Request, error: DialectError) -> Response:
-    return Response(msgspec.json.encode(error.body()), error.status, error.headers, media_type="application/json")
+    body = messages.error_body(error) if _speaks_anthropic(request.url.path) else error.body()
+    return Response(msgspec.json.encode(body), error.status, error.headers, media_type="application/json")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, recall
-from longrein.gateway.dialects import KEEP_ALIVE, Answer, Choice, Dialect, DialectError, Request, chat, completions
+from longrein.gateway.dialects import (
+    Answer,
+    Choice,
+    Dialect,
+    DialectError,
+    Opened,
+    PromptTooLong,
+    Request,
+    Writer,
+    chat,
+    completions,
+    responses,
+)
+from longrein.gateway.dialects import (
+    messages as anthropic_messages,
+)
 from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
 from longrein.gateway.engines.scripted import ScriptedEngine
 from longrein.gateway.engines.teacher import remote_teacher
@@ -41,7 +55,10 @@ Json = dict[str, Any]
 
 log = logging.getLogger("longrein.gateway")
 
-DIALECTS: dict[str, Dialect] = {"chat": chat, "completions": completions}  # type: ignore[dict-item]
+DIALECTS: dict[str, Dialect] = {
+    module.name: module  # type: ignore[misc]
+    for module in (chat, completions, responses, anthropic_messages)
+}
 
 #: Seconds without an event after which a stream gets a keep-alive comment.
 KEEP_ALIVE_SECONDS = 10.0
@@ -74,6 +91,8 @@ class Running:
     deltas: list[Delta] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    stopped: str | None = None
+    """The stop string that ended it."""
     first_token_at: float | None = None
     committed: bool = False
 
@@ -163,9 +182,16 @@ class TokenCalls:
                 )
             return await self._plain(http, job)
         except DialectError as error:
+            body = DIALECTS[dialect].error_body(error)
             return Response(
-                msgspec.json.encode(error.body()), error.status, headers=error.headers, media_type="application/json"
+                msgspec.json.encode(body), error.status, headers=error.headers, media_type="application/json"
             )
+
+    async def count(self, http: HttpRequest, dialect: str, rollout: Rollout, attempt_id: str) -> int:
+        """Tokens that a request's prompt would have; nothing is recorded. Raises `DialectError`."""
+        request = DIALECTS[dialect].parse(await _body(http))
+        _, plan, _ = self._prompt(request, self._attempt(rollout, attempt_id))
+        return plan.length
 
     def _admit(self, body: Json, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
         """Everything that can refuse a request; nothing here waits."""
@@ -176,6 +202,9 @@ class TokenCalls:
             _refuse_other_policies(request)
         engine = self._engine(rollout)
         attempt = self._attempt(rollout, attempt_id)
+        if request.previous is not None:
+            before = _conversation_of(request.previous, dialect, rollout, attempt_id, attempt.history)
+            request = responses.continued(request, before)
         messages, plan, tail = self._prompt(request, attempt)
         max_tokens = self._room(request, plan.length)
         running: list[Running] = []
@@ -197,7 +226,7 @@ class TokenCalls:
             max_tokens=max_tokens,
             temperature=config.gateway.train_temperature if mode == "train" else config.gateway.val_temperature,
             prompt_tail=tail,
-            id=f"{'chatcmpl' if dialect.name == 'chat' else 'cmpl'}-{secrets.token_hex(12)}",
+            id=dialect.id_prefix + _answer_id(rollout, attempt_id, running[0].recorded.number),
             created=int(now()),
         )
 
@@ -254,13 +283,8 @@ class TokenCalls:
             return wanted
         room = self.model.context - prompt_length
         if room < 1:
-            raise DialectError(
-                400,
-                f"This model's maximum context length is {self.model.context} tokens. However, your messages resulted in "
-                f"{prompt_length} tokens. Please reduce the length of the messages.",
-                param="messages" if request.prompt is None else "prompt",
-                code="context_length_exceeded",
-            )
+            param = "messages" if request.prompt is None else "prompt"
+            raise PromptTooLong(prompt_length, self.model.context, param)
         return min(wanted, room)
 
     # Sampling
@@ -299,7 +323,7 @@ class TokenCalls:
                 for delta in self._read(call, parser.push(chunk.token_ids, text)):
                     yield delta
                 if stops.stopped is not None:
-                    call.finish_reason = "stop"
+                    call.finish_reason, call.stopped = "stop", stops.stopped
                     break
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
@@ -318,7 +342,15 @@ class TokenCalls:
             finish = "tool_calls"
         pieces = [self.model.decode([id]) for id in call.sampled] if job.request.logprobs else []
         return Choice(
-            call.index, message, message.content, finish, call.prompt_ids, call.sampled, call.logprobs, pieces
+            call.index,
+            message,
+            message.content,
+            finish,
+            call.prompt_ids,
+            call.sampled,
+            call.logprobs,
+            pieces,
+            call.stopped,
         )
 
     async def _commit(
@@ -414,14 +446,16 @@ class TokenCalls:
 
     async def _stream(self, job: Job) -> AsyncIterator[bytes]:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        work = asyncio.ensure_future(self._run_streamed(job, queue))
+        plan = job.running[0].plan
+        writer = job.dialect.writer(job.request, Opened(job.id, job.created, plan.length, plan.prefix_length))
+        work = asyncio.ensure_future(self._run_streamed(job, writer, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while True:
                 try:
                     event = await asyncio.wait_for(queue.get(), KEEP_ALIVE_SECONDS)
                 except TimeoutError:
-                    yield KEEP_ALIVE
+                    yield writer.keep_alive()
                     continue
                 if event is None:
                     break
@@ -433,28 +467,28 @@ class TokenCalls:
             choices = work.result()
         except EngineError as error:
             await self._fail(job, "error", {"message": str(error)}, error.status)
-            yield job.dialect.error_event(DialectError(error.status, str(error), type="api_error", code="engine_error"))
+            for event in writer.error(DialectError(error.status, str(error), type="api_error", code="engine_error")):
+                yield event
             return
         except DialectError as error:
             await self._fail(job, "error", {"message": error.message}, error.status)
-            yield job.dialect.error_event(error)
+            for event in writer.error(error):
+                yield event
             return
-        for event in job.dialect.closing(job.request, self._answer(job, choices)):
+        for event in writer.closing(self._answer(job, choices)):
             yield event
 
     async def _abandon(self, job: Job, work: asyncio.Future[Any]) -> None:
         await _cancel(work)
         await self._fail(job, "abandoned", {"message": "the client went away"}, 499)
 
-    async def _run_streamed(self, job: Job, queue: asyncio.Queue[bytes | None]) -> list[Choice]:
+    async def _run_streamed(self, job: Job, writer: Writer, queue: asyncio.Queue[bytes | None]) -> list[Choice]:
         async def one(call: Running) -> Choice:
-            for event in job.dialect.opening(job.request, job.id, job.created, call.index):
+            for event in writer.opening(call.index):
                 queue.put_nowait(event)
-            calls = 0
             async for delta in self._sample(job, call):
-                for event in job.dialect.delta(job.request, job.id, job.created, call.index, delta, calls):
+                for event in writer.delta(call.index, delta):
                     queue.put_nowait(event)
-                calls += delta.tool_call is not None
             return await self._commit(job, call)
 
         async with self.gateway.gate.enter():
@@ -513,6 +547,12 @@ def _call_id(job: Job, number: int, index: int, short: bool) -> str:
     return digest[:9] if short else f"call_{digest[:24]}"
 
 
+def _answer_id(rollout: Rollout, attempt_id: str, number: int) -> str:
+    """What an answer's id ends with: the same for the same call, in any process."""
+    text = f"{rollout.rollout_id}\0{attempt_id}\0{number}\0{rollout.status.created_at}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 def _collect(call: Running, chunk: Chunk) -> None:
     if chunk.token_ids:
         call.first_token_at = call.first_token_at or now()
@@ -543,6 +583,19 @@ def _sampling_record(job: Job, call: Running) -> Json:
     if job.request.sampling.top_k:
         record["top_k"] = job.request.sampling.top_k
     return record
+
+
+def _conversation_of(id: str, dialect: Dialect, rollout: Rollout, attempt_id: str, history: History) -> list[Message]:
+    """The conversation of an earlier answer of this attempt, its reply included."""
+    for call in history.calls:
+        if id == dialect.id_prefix + _answer_id(rollout, attempt_id, call.number) and call.reply is not None:
+            return call.conversation()
+    raise DialectError(
+        400,
+        f"previous_response_id: {id!r} is no finished answer of this attempt",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
 
 
 def _text_prompt(

@@ -39,6 +39,7 @@ class Calls(Protocol):
     """What answers model requests: token by token, or by an endpoint's answers."""
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response: ...
+    async def count(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str) -> int: ...
 
 
 class Changes:
@@ -80,6 +81,10 @@ class Gateway:
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
         return await self.calls.answer(http, dialect, rollout, attempt_id, mode)
+
+    async def count(self, http: Request, rollout: Rollout, attempt_id: str) -> int:
+        """Prompt tokens of an Anthropic request. Raises DialectError where there is no tokenizer to count with."""
+        return await self.calls.count(http, "messages", rollout, attempt_id)
 
     def model_names(self) -> list[str]:
         """The models that a harness may ask for."""

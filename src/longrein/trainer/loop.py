@@ -71,9 +71,12 @@ def load_data(config: Config) -> Data:
 async def make_student(config: Config, resume: Path | None) -> Student:
     """Load the policy (from a checkpoint when resuming), its learner and its engine, in the thread that will compute."""
 
+    from longrein.trainer.torch.memory import keep_freed_memory
+
     def load() -> Student:
         return _load_student(config, resume, computer)
 
+    keep_freed_memory()
     computer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longrein-compute")
     return await asyncio.get_running_loop().run_in_executor(computer, load)
 

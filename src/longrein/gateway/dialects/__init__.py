@@ -40,6 +40,20 @@ class DialectError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
+class PromptTooLong(DialectError):
+    """A prompt that does not fit into the model's context; each dialect has words for it that make clients compact."""
+
+    def __init__(self, tokens: int, context: int, param: str):
+        super().__init__(
+            400,
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {tokens} "
+            f"tokens. Please reduce the length of the messages.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.tokens, self.context = tokens, context
+
+
 @dataclass(frozen=True)
 class Sampling:
     max_tokens: int | None = None
@@ -66,6 +80,10 @@ class Request:
     return_token_ids: bool = False
     prompt: str | Sequence[int] | None = None
     """The completions dialect's prompt, instead of messages."""
+    previous: str | None = None
+    """The responses dialect's `previous_response_id`: the conversation that `messages` continue."""
+    echo: Json = field(default_factory=dict)
+    """The body, for dialects whose answer repeats parts of it."""
 
 
 @dataclass
@@ -83,6 +101,8 @@ class Choice:
     logprobs: list[float] | None
     pieces: list[str] = field(default_factory=list)
     """Text of each sampled id; filled when log-probabilities were asked for."""
+    stopped: str | None = None
+    """The stop string that ended it."""
 
 
 @dataclass(frozen=True)
@@ -105,24 +125,46 @@ class Answer:
         }
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What is known of an answer before its first token."""
+
+    id: str
+    created: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Writer(Protocol):
+    """Writes one streamed answer as server-sent events."""
+
+    def opening(self, index: int) -> list[bytes]: ...
+    def delta(self, index: int, delta: Delta) -> list[bytes]: ...
+    def closing(self, answer: Answer) -> list[bytes]: ...
+    def error(self, error: DialectError) -> list[bytes]: ...
+    def keep_alive(self) -> bytes: ...
+
+
 class Dialect(Protocol):
     """What calls.py asks of a dialect's module."""
 
     name: str
+    id_prefix: str
 
     def parse(self, body: Json) -> Request: ...
     def plain(self, request: Request, answer: Answer) -> Json: ...
-    def opening(self, request: Request, id: str, created: int, index: int) -> list[bytes]: ...
-    def delta(
-        self, request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int
-    ) -> list[bytes]: ...
-    def closing(self, request: Request, answer: Answer) -> list[bytes]: ...
-    def error_event(self, error: DialectError) -> bytes: ...
+    def writer(self, request: Request, opened: Opened) -> Writer: ...
+    def error_body(self, error: DialectError) -> Json: ...
 
 
 def event(value: Json) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: Json) -> bytes:
+    """One server-sent event with its type as its name."""
+    return b"event: " + value["type"].encode() + b"\n" + event(value)
 
 
 DONE = b"data: [DONE]\n\n"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from longrein.gateway.dialects import (
     DONE,
+    KEEP_ALIVE,
     Answer,
     Choice,
     DialectError,
+    Opened,
     Request,
     Sampling,
     event,
@@ -25,6 +29,7 @@ from longrein.gateway.parsing import Delta
 Json = dict[str, Any]
 
 name = "chat"
+id_prefix = "chatcmpl-"
 
 HONOURED = frozenset(
     "model messages tools tool_choice stream stream_options max_tokens max_completion_tokens top_p top_k stop n "
@@ -224,58 +229,79 @@ def _logprobs(choice: Choice) -> Json | None:
     }
 
 
-def _chunk(request: Request, id: str, created: int, choices: list[Json], usage: Json | None = None) -> bytes:
-    body: Json = {
-        "id": id,
-        "object": "chat.completion.chunk",
-        "created": created,
-        "model": request.model,
-        "choices": choices,
-    }
-    if request.include_usage:
-        body["usage"] = usage
-    return event(body)
+def error_body(error: DialectError) -> Json:
+    """OpenAI's error shape."""
+    return error.body()
 
 
-def opening(request: Request, id: str, created: int, index: int) -> list[bytes]:
-    """The first event of a choice."""
-    delta = {"role": "assistant", "content": ""}
-    return [_chunk(request, id, created, [{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])]
+def writer(request: Request, opened: Opened) -> ChatWriter:
+    """The stream of one request; its choices are told apart by their index."""
+    return ChatWriter(request, opened)
 
 
-def delta(request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int) -> list[bytes]:
-    """The event of a piece; `calls_before` counts the choice's earlier tool calls."""
-    piece: Json = {}
-    if delta.content:
-        piece["content"] = delta.content
-    if delta.reasoning:
-        piece["reasoning_content"] = delta.reasoning
-    if delta.tool_call is not None:
-        function = {"name": delta.tool_call.name, "arguments": delta.tool_call.arguments}
-        piece["tool_calls"] = [
-            {"index": calls_before, "id": delta.tool_call.id, "type": "function", "function": function}
-        ]
-    return [_chunk(request, id, created, [{"index": index, "delta": piece, "finish_reason": None, "logprobs": None}])]
+@dataclass
+class ChatWriter:
+    request: Request
+    opened: Opened
+    _calls: Counter[int] = field(default_factory=Counter)
+    """Tool calls of each choice so far."""
 
+    def opening(self, index: int) -> list[bytes]:
+        """The first event of a choice."""
+        return [self._piece(index, {"role": "assistant", "content": ""})]
 
-def closing(request: Request, answer: Answer) -> list[bytes]:
-    """The last events: finish reasons, usage where it was asked for, the end."""
-    events: list[bytes] = []
-    for choice in answer.choices:
-        last: Json = {
-            "index": choice.index,
-            "delta": {},
-            "finish_reason": choice.finish_reason,
-            "logprobs": _logprobs(choice) if request.logprobs else None,
+    def delta(self, index: int, delta: Delta) -> list[bytes]:
+        """The event of a piece."""
+        piece: Json = {}
+        if delta.content:
+            piece["content"] = delta.content
+        if delta.reasoning:
+            piece["reasoning_content"] = delta.reasoning
+        if delta.tool_call is not None:
+            call = delta.tool_call
+            function = {"name": call.name, "arguments": call.arguments}
+            piece["tool_calls"] = [
+                {"index": self._calls[index], "id": call.id, "type": "function", "function": function}
+            ]
+            self._calls[index] += 1
+        return [self._piece(index, piece)]
+
+    def closing(self, answer: Answer) -> list[bytes]:
+        """The last events: finish reasons, usage where it was asked for, the end."""
+        events: list[bytes] = []
+        for choice in answer.choices:
+            last: Json = {
+                "index": choice.index,
+                "delta": {},
+                "finish_reason": choice.finish_reason,
+                "logprobs": _logprobs(choice) if self.request.logprobs else None,
+            }
+            if self.request.return_token_ids:
+                last["token_ids"] = choice.sampled_ids
+            events.append(self._chunk([last]))
+        if self.request.include_usage:
+            events.append(self._chunk([], answer.usage()))
+        return [*events, DONE]
+
+    def error(self, error: DialectError) -> list[bytes]:
+        """A failure after the headers have left."""
+        return [event(error.body())]
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+    def _piece(self, index: int, delta: Json) -> bytes:
+        return self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
+        body: Json = {
+            "id": self.opened.id,
+            "object": "chat.completion.chunk",
+            "created": self.opened.created,
+            "model": self.request.model,
+            "choices": choices,
         }
-        if request.return_token_ids:
-            last["token_ids"] = choice.sampled_ids
-        events.append(_chunk(request, answer.id, answer.created, [last]))
-    if request.include_usage:
-        events.append(_chunk(request, answer.id, answer.created, [], answer.usage()))
-    return [*events, DONE]
-
-
-def error_event(error: DialectError) -> bytes:
-    """A failure after the headers have left."""
-    return event(error.body())
+        if self.request.include_usage:
+            body["usage"] = usage
+        return event(body)

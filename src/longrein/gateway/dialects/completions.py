@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from longrein.gateway.dialects import (
     DONE,
+    KEEP_ALIVE,
     Answer,
     Choice,
     DialectError,
+    Opened,
     Request,
     Sampling,
     event,
@@ -23,6 +26,7 @@ from longrein.gateway.parsing import Delta
 Json = dict[str, Any]
 
 name = "completions"
+id_prefix = "cmpl-"
 
 HONOURED = frozenset(
     "model prompt stream stream_options max_tokens top_p top_k stop n logprobs return_token_ids temperature".split()
@@ -97,28 +101,43 @@ def _choice(request: Request, choice: Choice, text: str) -> Json:
     return out
 
 
-def opening(request: Request, id: str, created: int, index: int) -> list[bytes]:
-    """Completions have no opening event."""
-    return []
+def error_body(error: DialectError) -> Json:
+    """OpenAI's error shape."""
+    return error.body()
 
 
-def delta(request: Request, id: str, created: int, index: int, delta: Delta, calls_before: int) -> list[bytes]:
-    """The event of a piece of text."""
-    choice = {"index": index, "text": delta.content, "finish_reason": None, "logprobs": None}
-    return [event(_body(request, id, created, [choice], None))]
+def writer(request: Request, opened: Opened) -> CompletionsWriter:
+    """The stream of one request; its choices are told apart by their index."""
+    return CompletionsWriter(request, opened)
 
 
-def closing(request: Request, answer: Answer) -> list[bytes]:
-    """The last events: finish reasons, usage where it was asked for, the end."""
-    events = [
-        event(_body(request, answer.id, answer.created, [_choice(request, choice, "")], None))
-        for choice in answer.choices
-    ]
-    if request.include_usage:
-        events.append(event(_body(request, answer.id, answer.created, [], answer.usage())))
-    return [*events, DONE]
+@dataclass
+class CompletionsWriter:
+    request: Request
+    opened: Opened
 
+    def opening(self, index: int) -> list[bytes]:
+        """Completions have no opening event."""
+        return []
 
-def error_event(error: DialectError) -> bytes:
-    """A failure after the headers have left."""
-    return event(error.body())
+    def delta(self, index: int, delta: Delta) -> list[bytes]:
+        """The event of a piece of text."""
+        return [self._event({"index": index, "text": delta.content, "finish_reason": None, "logprobs": None})]
+
+    def closing(self, answer: Answer) -> list[bytes]:
+        """The last events: finish reasons, usage where it was asked for, the end."""
+        events = [self._event(_choice(self.request, choice, "")) for choice in answer.choices]
+        if self.request.include_usage:
+            events.append(event(_body(self.request, answer.id, answer.created, [], answer.usage())))
+        return [*events, DONE]
+
+    def error(self, error: DialectError) -> list[bytes]:
+        """A failure after the headers have left."""
+        return [event(error.body())]
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+    def _event(self, choice: Json) -> bytes:
+        return event(_body(self.request, self.opened.id, self.opened.created, [choice], None))

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from longrein.gateway.dialects import DONE, DialectError, event
+from longrein.gateway.dialects import DONE, DialectError, event, messages
 from longrein.gateway.engines.answers import Answers
 from longrein.gateway.engines.lineage import Lineage, Lineages
 from longrein.gateway.engines.tokens import choose_endpoint
@@ -130,12 +130,24 @@ class Passthrough:
             finally:
                 gone.cancel()
         except DialectError as error:
-            body = msgspec.json.encode(error.body())
-            return Response(body, error.status, headers=error.headers, media_type="application/json")
+            body = messages.error_body(error) if dialect == "messages" else error.body()
+            return Response(
+                msgspec.json.encode(body), error.status, headers=error.headers, media_type="application/json"
+            )
+
+    async def count(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str) -> int:
+        """Nobody here can count."""
+        raise DialectError(404, "tokens are counted only for a model that is rendered here (model.path)")
 
     # Before the endpoint
 
     def _exchange(self, body: Json, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Exchange:
+        if dialect not in PATHS:
+            raise DialectError(
+                400,
+                f"{dialect} requests are answered only for a model that is rendered here (model.path); this gateway "
+                f"passes {' and '.join(PATHS)} on to an endpoint",
+            )
         upstream = self._upstream(rollout)
         count = body.get("n")
         if count is None:

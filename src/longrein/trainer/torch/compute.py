@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from longrein.trainer.torch.cache import PrefixStore, Rows, RowsCache, Shape, common_ids
+from longrein.trainer.torch.packed import PackedLinears
 
 if TYPE_CHECKING:
     from longrein.trainer.torch.sampler import Sample, Stats
@@ -46,6 +45,7 @@ class RowsEngine:
 
     def __init__(self, model: nn.Module, shape: Shape, cache_tokens: int, stats: Stats) -> None:
         parameter = next(model.parameters())
+        self._packed = PackedLinears(model)
         self._forward = _Forward(model)
         self._device, self._dtype = parameter.device, parameter.dtype
         self._windows = _windows(model)
@@ -77,6 +77,7 @@ class RowsEngine:
 
     def forget(self) -> None:
         """The weights have changed: what was computed serves the sequences that have begun, and no other."""
+        self._packed.forget()
         self._store.clear()
         if not self._owners and self._device.type != "cpu":
             self._rows.release()  # to the learner; on a CPU getting fresh memory costs more than it is worth
@@ -226,7 +227,6 @@ class _Forward:
     """One pass over a model, with logits of the last position only."""
 
     def __init__(self, model: nn.Module) -> None:
-        speed_up_few_rows(model)
         self._model: Any = model
         self._decoder: Any = model.get_decoder()  # type: ignore[operator]
         # Its name changed between versions of transformers.
@@ -246,48 +246,6 @@ class _Forward:
             self._decoder(**arguments)
             return None
         return self._model(**arguments, logits_to_keep=1).logits[:, -1]
-
-
-#: Rows of a matrix product for which the weights may better stand on the left.
-FEW_ROWS = range(8, 257)
-
-
-def speed_up_few_rows(model: nn.Module) -> None:
-    """Let the model's linear layers compute few rows as `(W xᵀ)ᵀ` while sampling, if that is faster on this CPU.
-
-    BLAS libraries pack the right-hand matrix for every product; for a decode step that is the weights, and packing them
-    takes longer than the product. Which order is faster is measured, once per process and shape.
-    """
-    for module in model.modules():
-        # Exactly nn.Linear: a subclass may compute something else.
-        if type(module) is nn.Linear and module.bias is None and "forward" not in vars(module):
-            weight = module.weight
-            if weight.device.type == "cpu" and weight.dtype == torch.float32 and _weights_first(*weight.shape):
-                module.forward = partial(_linear, module)  # type: ignore[method-assign]
-
-
-def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    count = x.numel() // x.shape[-1]
-    # Gradients, autocast and other types (the learner's passes over the same module) are torch's own affair.
-    if count not in FEW_ROWS or not x.is_inference() or x.dtype != module.weight.dtype:
-        return nn.functional.linear(x, module.weight)
-    return (module.weight @ x.reshape(count, -1).T).T.reshape(*x.shape[:-1], -1)
-
-
-@cache
-def _weights_first(outputs: int, inputs: int) -> bool:
-    """Whether 64 rows are multiplied faster with the weights on the left."""
-    if outputs * inputs < 2**16:
-        return False  # overheads decide, not the product
-    with torch.inference_mode():
-        weights, x = torch.ones(outputs, inputs), torch.ones(64, inputs)
-        seconds = {True: float("inf"), False: float("inf")}
-        for _ in range(5):
-            for first in (True, False):
-                began = time.perf_counter()
-                (weights @ x.T).T if first else x @ weights.T
-                seconds[first] = min(seconds[first], time.perf_counter() - began)
-    return seconds[True] < seconds[False]
 
 
 def _windows(model: nn.Module) -> dict[str, int]:

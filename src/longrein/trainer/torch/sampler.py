@@ -20,6 +20,10 @@ from torch import nn
 
 from longrein.trainer.torch.compute import make_engine
 
+#: Prompt tokens that are few for a pass of their own, running sequences that are many to let wait for one, and steps
+#: after which even few tokens are computed.
+FEW_TOKENS, MANY_RUNNING, PATIENCE = 256, 16, 4
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -95,6 +99,7 @@ class Sampler:
         self.cache_tokens = cache_tokens
         self.version = 0
         self.stats = stats or Stats()
+        self._waited = 0
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.engine = make_engine(model, cache_tokens, self.stats)
@@ -130,12 +135,24 @@ class Sampler:
             self.engine.join(sequence)
             self.running.append(sequence)
         filling = [s for s in self.running if s.unfilled]
-        if filling:
+        if filling and self._worth_a_pass(filling):
             self.engine.prefill(filling)
         ready = sorted((s for s in self.running if not s.unfilled), key=lambda s: s.row)
         if ready:
             self._decode(ready)
         return [*gone, *ready]
+
+    def _worth_a_pass(self, filling: Sequence[Sample]) -> bool:
+        """Whether to compute prompts in this step: a few tokens wait some steps for others, if many would wait for them.
+
+        A pass over a handful of tokens reads all weights and costs what a pass over a hundred does.
+        """
+        self._waited += 1
+        few = sum(s.unfilled for s in filling) < FEW_TOKENS and len(self.running) - len(filling) >= MANY_RUNNING
+        if few and self._waited < PATIENCE:
+            return False
+        self._waited = 0
+        return True
 
     def _decode(self, ready: list[Sample]) -> None:
         logits = self.engine.decode(ready)
