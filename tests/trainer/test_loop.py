@@ -60,7 +60,9 @@ def stages(client: FakeClient) -> list[str]:
 async def test_a_run_goes_from_a_first_attempt_to_a_last_evaluation(tmp_path: Path) -> None:
     student = FakeStudent()
     config = config_in(
-        tmp_path, "eval.untuned=true", "eval.every=2", "warmup.steps=5", "warmup.teacher=a:b", "warmup.until=0.25"
+        tmp_path,
+        *("eval.untuned=true", "eval.untuned_tasks=2", "eval.every=2"),
+        *("warmup.steps=5", "warmup.teacher=a:b", "warmup.until=0.25"),
     )
     client = await run(config, student)
     assert stages(client) == [
@@ -70,6 +72,8 @@ async def test_a_run_goes_from_a_first_attempt_to_a_last_evaluation(tmp_path: Pa
     assert [(e.name, e.mean) for e in load_all(config.run.path)] == [
         *[("untuned", 0.0), ("before", 0.25), ("step-2", 0.75), ("after", 1.0)]
     ]
+    tasks = [len(e.rewards) for e in load_all(config.run.path)]
+    assert tasks == [2, *[len(DATA.held_out)] * 3]
     assert student.published == [0, 0, 1, 2, 3, 4]
     lines = read_metrics(config.run.path)
     steps = [line for line in lines if line["kind"] == "step"]

@@ -15,7 +15,7 @@ from longrein import config
 from longrein.trainer.torch.cache import PrefixStore
 from longrein.trainer.torch.compute import RowsEngine, SingleEngine, make_engine
 from longrein.trainer.torch.policy import Policy, load_policy
-from longrein.trainer.torch.sampler import Sample, Sampler, Sampling, Stats, sample
+from longrein.trainer.torch.sampler import MANY_RUNNING, PATIENCE, Sample, Sampler, Sampling, Stats, sample
 
 
 def load(model_folder: Any, kind: str) -> Policy:
@@ -332,3 +332,23 @@ def test_the_store_keeps_what_was_used_lately() -> None:
     assert store.tokens == 8
     store.clear()
     assert store.longest(np.array([1], np.int32)) == (None, 0)
+
+
+def test_a_few_prompt_tokens_wait_a_few_steps_for_others_where_many_run(model_folder: Any) -> None:
+    policy = load(model_folder, "llama")
+    sampler = Sampler(policy.model, max_batch=64, cache_tokens=0)
+    rng = np.random.default_rng(0)
+    many = [Sample(rng.integers(3, 97, 12).astype(np.int32), Sampling(40)) for _ in range(MANY_RUNNING)]
+    for one in many:
+        sampler.add(one)
+    sampler.step()
+    assert all(one.sampled for one in many)  # nobody waits where nothing runs
+    late = Sample(rng.integers(3, 97, 12).astype(np.int32), Sampling(4))
+    sampler.add(late)
+    waited = 0
+    while not late.sampled:
+        sampler.step()
+        waited += 1
+    assert 1 < waited <= PATIENCE + 1
+    run(sampler)
+    assert all(one.finish_reason == "length" for one in (*many, late))

@@ -6,6 +6,7 @@ the product. oneDNN takes weights that are laid out already; they are made once 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 #: Rows that the layout is chosen for; it serves any number.
 ROWS = 64
+#: Weights of the smallest layer that is packed: below it overheads decide, not the product.
+LEAST_WEIGHTS = 2**16
 
 
 class PackedLinears:
@@ -30,7 +33,7 @@ class PackedLinears:
             # Exactly nn.Linear: a subclass may compute something else.
             if type(module) is not nn.Linear or module.weight.device.type != "cpu":
                 continue
-            if module.weight.dtype == torch.float32 and module.weight.numel() >= 2**16:
+            if module.weight.dtype == torch.float32 and module.weight.numel() >= LEAST_WEIGHTS:
                 own = vars(module).get("forward")
                 packed = own if isinstance(own, _Packed) else _Packed(module)
                 module.forward = packed  # type: ignore[method-assign]
@@ -62,6 +65,4 @@ class _Packed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Packed:
         """A copy of the model has weights of its own."""
-        import copy
-
         return _Packed(copy.deepcopy(self._module, memo))
