@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from longrein.gateway.dialects.matrix import table
 from longrein.records import Call
 from longrein.trajectory.prompts import messages_of, prompt_ids
 
@@ -437,3 +438,11 @@ def test_what_responses_cannot_honour_is_refused_by_name(
     answer = ask(gateway, rollout, token, {"input": "hello", **change}, "openai/v1/responses")
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+# The documented fields
+
+
+def test_the_table_of_fields_is_the_codes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "dialects.md"
+    assert page.read_text(encoding="utf-8") == table()
