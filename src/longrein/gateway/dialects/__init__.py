@@ -6,6 +6,7 @@ A dialect is a module that reads a request body into a `Request` (or raises `Dia
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]
+
+log = logging.getLogger("longrein.gateway")
 
 
 class DialectError(Exception):
@@ -206,6 +209,31 @@ def take_stop(body: Json) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise DialectError(400, "stop: expected a string or a list of strings, none of them empty", param="stop")
     return tuple(stops)
+
+
+def uses_tools(body: Json) -> bool:
+    """Whether OpenAI's `tool_choice` lets the model call tools; a choice that needs guided decoding is refused."""
+    choice = body.get("tool_choice")
+    if choice in (None, "auto"):
+        return True
+    if choice == "none":
+        return False
+    raise DialectError(
+        400,
+        f"tool_choice: {choice!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
+        param="tool_choice",
+        code="unsupported_parameter",
+    )
+
+
+_left_out: set[str] = set()
+
+
+def leave_out(kind: str) -> None:
+    """Report once that tools of a kind are left out: the API's own servers would run them, and there are none here."""
+    if kind not in _left_out:
+        _left_out.add(kind)
+        log.warning("tools of type %r are left out: the API's own servers would run them", kind)
 
 
 def refuse_unknown(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from longrein.gateway.dialects import (
     take_number,
     take_positive,
     take_stop,
+    uses_tools,
 )
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
@@ -72,7 +72,7 @@ def parse(body: Json) -> Request:
         model=take(body, "model", str, "a string", ""),
         messages=[_message(message, i) for i, message in enumerate(messages)],
         tools=tools,
-        use_tools=_tool_choice(body, tools),
+        use_tools=uses_tools(body),
         sampling=Sampling(
             max_tokens=take_positive(body, "max_completion_tokens") or take_positive(body, "max_tokens"),
             top_p=take_number(body, "top_p", 0, 1) or 1.0,
@@ -84,20 +84,6 @@ def parse(body: Json) -> Request:
         include_usage=bool(options.get("include_usage")),
         logprobs=take(body, "logprobs", bool, "a boolean", False),
         return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
-    )
-
-
-def _tool_choice(body: Json, tools: Sequence[Json]) -> bool:
-    choice = body.get("tool_choice")
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    raise DialectError(
-        400,
-        f"tool_choice: {choice!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
-        param="tool_choice",
-        code="unsupported_parameter",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from longrein.gateway.dialects import (
     PromptTooLong,
     Request,
     Sampling,
+    leave_out,
     named_event,
     refuse_unknown,
     take,
@@ -32,8 +32,6 @@ from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]
-
-log = logging.getLogger("longrein.gateway")
 
 name = "messages"
 id_prefix = "msg_"
@@ -57,8 +55,6 @@ _ERROR_TYPES = {
     529: "overloaded_error",
 }
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
-#: Kinds of hosted tools that were left out, each reported once.
-_reported: set[str] = set()
 
 
 def parse(body: Json) -> Request:
@@ -135,9 +131,7 @@ def _tool(tool: Any, index: int) -> tuple[Json, bool] | None:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise DialectError(400, f"{where}.name: expected an object with a name", param=where)
     if tool.get("type") not in (None, "custom"):
-        if tool["type"] not in _reported:
-            _reported.add(tool["type"])
-            log.warning("the tool %r is one that Anthropic's servers define: it is left out", tool["type"])
+        leave_out(tool["type"])
         return None
     if not isinstance(tool.get("input_schema"), dict):
         raise DialectError(400, f"{where}.input_schema: expected a JSON schema", param=where)

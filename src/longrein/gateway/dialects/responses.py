@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,18 +21,18 @@ from longrein.gateway.dialects import (
     Opened,
     Request,
     Sampling,
+    leave_out,
     named_event,
     refuse_unknown,
     take,
     take_number,
     take_positive,
+    uses_tools,
 )
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]
-
-log = logging.getLogger("longrein.gateway")
 
 name = "responses"
 id_prefix = "resp_"
@@ -58,7 +57,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 ENCODED = "longrein:"
 #: Items of tools that OpenAI's servers run; there are none here, so nobody's model wrote them.
 _HOSTED_CALLS = frozenset("web_search_call file_search_call code_interpreter_call image_generation_call".split())
-_reported: set[str] = set()
 
 
 def parse(body: Json) -> Request:
@@ -83,7 +81,7 @@ def parse(body: Json) -> Request:
         model=take(body, "model", str, "a string", ""),
         messages=messages,
         tools=tools,
-        use_tools=_tool_choice(body),
+        use_tools=uses_tools(body),
         sampling=Sampling(
             max_tokens=take_positive(body, "max_output_tokens"), top_p=take_number(body, "top_p", 0, 1) or 1.0
         ),
@@ -101,20 +99,6 @@ def continued(request: Request, before: Sequence[Message]) -> Request:
         kept = before[1:] if before and before[0].role == "system" else before
         return replace(request, messages=[first, *kept, *own])
     return replace(request, messages=[*before, *own])
-
-
-def _tool_choice(body: Json) -> bool:
-    choice = body.get("tool_choice")
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    raise DialectError(
-        400,
-        f"tool_choice: {choice!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
-        param="tool_choice",
-        code="unsupported_parameter",
-    )
 
 
 Spoken = tuple[str, str, str]
@@ -135,9 +119,7 @@ def _tools(listed: Sequence[Any]) -> tuple[list[Json], dict[str, Spoken]]:
         if kind not in ("function", "custom"):
             if not isinstance(kind, str):
                 raise DialectError(400, f"{where}: expected an object with a type", param=where)
-            if kind not in _reported:
-                _reported.add(kind)
-                log.warning("the tool %r is one that OpenAI's servers run: it is left out", kind)
+            leave_out(kind)
             return
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise DialectError(400, f"{where}.name: expected a name", param=where)
