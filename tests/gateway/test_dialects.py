@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from longrein.gateway.dialects import DialectError, Opened, messages, responses
 from longrein.gateway.dialects.matrix import table
 from longrein.records import Call
 from longrein.trajectory.prompts import messages_of, prompt_ids
@@ -18,6 +20,7 @@ from longrein.trajectory.prompts import messages_of, prompt_ids
 from .running import RunningGateway, running_gateway
 
 TRAFFIC = Path(__file__).parent.parent / "data" / "traffic"
+OPENED = Opened("resp_1", 0, 3, 0)
 REPLY = '<think>hm</think>Look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
 FUNCTION = {"type": "function", "name": "bash", "parameters": {"type": "object"}}
 
@@ -425,7 +428,7 @@ def test_encoded_reasoning_comes_back_whole(gateway: RunningGateway) -> None:
             "'input_image' content",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}, "verbosity": "low"}}, "text.format"),
         ({"made_up": True}, "made_up"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "word " * 2000}, "maximum context length"),
@@ -438,6 +441,18 @@ def test_what_responses_cannot_honour_is_refused_by_name(
     answer = ask(gateway, rollout, token, {"input": "hello", **change}, "openai/v1/responses")
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_waits_begins_with_what_its_clients_want_first() -> None:
+    """Keep-alives and failures before the first token: `created` comes first, and once."""
+    for first in ("keep_alive", "error"):
+        writer = responses.writer(responses.parse({"input": "hello", "text": {"verbosity": "low"}}), OPENED)
+        sent = [writer.keep_alive()] if first == "keep_alive" else writer.error(DialectError(502, "it broke"))
+        sent += writer.opening(0)
+        kinds = re.findall(rb"^event: response\.(\S+)$", b"".join(sent), re.MULTILINE)
+        assert kinds == [b"created", b"in_progress", *([b"failed"] if first == "error" else [])]
+    ping = messages.writer(messages.parse(claude("hello")), OPENED).keep_alive()
+    assert ping == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 # The documented fields

@@ -21,7 +21,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, recall
+from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, plan_text, recall
 from longrein.gateway.dialects import (
     Answer,
     Choice,
@@ -256,7 +256,7 @@ class TokenCalls:
     def _prompt(self, request: Request, attempt: Attempt) -> tuple[Sequence[Message], Plan, str]:
         """(messages as recorded, how the prompt is put together, the end of its text)"""
         if request.prompt is not None:
-            return _text_prompt(request.prompt, attempt.history, self)
+            return (*plan_text(request.prompt, attempt.history, self.model), "")
         tools = list(request.tools)
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> Rendered:
@@ -596,33 +596,3 @@ def _conversation_of(id: str, dialect: Dialect, rollout: Rollout, attempt_id: st
         param="previous_response_id",
         code="previous_response_not_found",
     )
-
-
-def _text_prompt(
-    prompt: str | Sequence[int], history: History, calls: TokenCalls
-) -> tuple[Sequence[Message], Plan, str]:
-    """The completions dialect: a prompt that begins with a recorded branch continues it, any other is new."""
-    model = calls.model
-    text = prompt if isinstance(prompt, str) else model.decode(prompt)
-    if isinstance(prompt, str):
-        shared = history.shared_text(text)
-        parents = [c for c in history.calls if c.sampled_ids and history.continues(c, shared[c.number])]
-    else:
-        ids = list(prompt)
-        parents = [c for c in history.calls if c.sampled_ids and ids[: len(branch := c.branch())] == branch]
-    parent = max(parents, key=lambda c: c.branch_length, default=None)
-    if parent is None:
-        ids = model.tokenizer.encode(text).ids if isinstance(prompt, str) else list(prompt)
-        plan = Plan(None, 0, 0, ids, text, None, 0, "new" if history.calls else None)
-        return [Message("prompt", text)], plan, ""
-    kept = parent.branch_length
-    characters = parent.prefix_characters + parent.own_characters
-    if isinstance(prompt, str):
-        if not text.startswith(parent.sampled_text, characters - len(parent.sampled_text)):
-            kept, characters = kept - 1, characters - parent.stop_characters
-        new_ids = model.encode(Rendered(text), characters)
-    else:
-        new_ids = list(prompt)[kept:]
-    messages = [*parent.conversation(), Message("prompt", text[characters:])]
-    plan = Plan(parent, kept, characters, new_ids, text[characters:], parent, len(messages) - 1, None)
-    return messages, plan, ""

@@ -255,6 +255,35 @@ def plan_prompt(
     return Plan(call, keep, characters, ids, rendered.text[characters:], parent, keep_messages, fork)
 
 
+def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -> tuple[Sequence[Message], Plan]:
+    """The completions dialect: a prompt that begins with a recorded branch continues it, any other is new.
+
+    Returns the messages as they are recorded and the plan.
+    """
+    text = prompt if isinstance(prompt, str) else model.decode(prompt)
+    if isinstance(prompt, str):
+        shared = history.shared_text(text)
+        parents = [c for c in history.calls if c.sampled_ids and history.continues(c, shared[c.number])]
+    else:
+        ids = list(prompt)
+        parents = [c for c in history.calls if c.sampled_ids and ids[: len(branch := c.branch())] == branch]
+    parent = max(parents, key=lambda c: c.branch_length, default=None)
+    if parent is None:
+        ids = model.tokenizer.encode(text).ids if isinstance(prompt, str) else list(prompt)
+        plan = Plan(None, 0, 0, ids, text, None, 0, "new" if history.calls else None)
+        return [Message("prompt", text)], plan
+    kept = parent.branch_length
+    characters = parent.prefix_characters + parent.own_characters
+    if isinstance(prompt, str):
+        if not text.startswith(parent.sampled_text, characters - len(parent.sampled_text)):
+            kept, characters = kept - 1, characters - parent.stop_characters
+        new_ids = model.encode(Rendered(text), characters)
+    else:
+        new_ids = list(prompt)[kept:]
+    messages = [*parent.conversation(), Message("prompt", text[characters:])]
+    return messages, Plan(parent, kept, characters, new_ids, text[characters:], parent, len(messages) - 1, None)
+
+
 def _keep_sampled(
     model: TextModel, messages: Sequence[Message], parent: Recorded, keep: int, rendered: Rendered, render: Render
 ) -> Plan | None:

@@ -148,6 +148,22 @@ class Writer(Protocol):
     def keep_alive(self) -> bytes: ...
 
 
+@dataclass
+class OpenAIWriter:
+    """What the streams of Chat Completions and Completions share."""
+
+    request: Request
+    opened: Opened
+
+    def error(self, error: DialectError) -> list[bytes]:
+        """A failure after the headers have left."""
+        return [event(error.body())]
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+
 class Dialect(Protocol):
     """What calls.py asks of a dialect's module."""
 

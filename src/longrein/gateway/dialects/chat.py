@@ -8,10 +8,10 @@ from typing import Any
 
 from longrein.gateway.dialects import (
     DONE,
-    KEEP_ALIVE,
     Answer,
     Choice,
     DialectError,
+    OpenAIWriter,
     Opened,
     Request,
     Sampling,
@@ -215,9 +215,7 @@ def _logprobs(choice: Choice) -> Json | None:
     }
 
 
-def error_body(error: DialectError) -> Json:
-    """OpenAI's error shape."""
-    return error.body()
+error_body = DialectError.body
 
 
 def writer(request: Request, opened: Opened) -> ChatWriter:
@@ -226,9 +224,9 @@ def writer(request: Request, opened: Opened) -> ChatWriter:
 
 
 @dataclass
-class ChatWriter:
-    request: Request
-    opened: Opened
+class ChatWriter(OpenAIWriter):
+    """Pieces of messages, as they come."""
+
     _calls: Counter[int] = field(default_factory=Counter)
     """Tool calls of each choice so far."""
 
@@ -268,14 +266,6 @@ class ChatWriter:
         if self.request.include_usage:
             events.append(self._chunk([], answer.usage()))
         return [*events, DONE]
-
-    def error(self, error: DialectError) -> list[bytes]:
-        """A failure after the headers have left."""
-        return [event(error.body())]
-
-    def keep_alive(self) -> bytes:
-        """A comment."""
-        return KEEP_ALIVE
 
     def _piece(self, index: int, delta: Json) -> bytes:
         return self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])

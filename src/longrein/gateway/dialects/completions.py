@@ -7,10 +7,10 @@ from typing import Any
 
 from longrein.gateway.dialects import (
     DONE,
-    KEEP_ALIVE,
     Answer,
     Choice,
     DialectError,
+    OpenAIWriter,
     Opened,
     Request,
     Sampling,
@@ -101,9 +101,7 @@ def _choice(request: Request, choice: Choice, text: str) -> Json:
     return out
 
 
-def error_body(error: DialectError) -> Json:
-    """OpenAI's error shape."""
-    return error.body()
+error_body = DialectError.body
 
 
 def writer(request: Request, opened: Opened) -> CompletionsWriter:
@@ -112,9 +110,8 @@ def writer(request: Request, opened: Opened) -> CompletionsWriter:
 
 
 @dataclass
-class CompletionsWriter:
-    request: Request
-    opened: Opened
+class CompletionsWriter(OpenAIWriter):
+    """Pieces of text, as they come."""
 
     def opening(self, index: int) -> list[bytes]:
         """Completions have no opening event."""
@@ -130,14 +127,6 @@ class CompletionsWriter:
         if self.request.include_usage:
             events.append(event(_body(self.request, answer.id, answer.created, [], answer.usage())))
         return [*events, DONE]
-
-    def error(self, error: DialectError) -> list[bytes]:
-        """A failure after the headers have left."""
-        return [event(error.body())]
-
-    def keep_alive(self) -> bytes:
-        """A comment."""
-        return KEEP_ALIVE
 
     def _event(self, choice: Json) -> bytes:
         return event(_body(self.request, self.opened.id, self.opened.created, [choice], None))

@@ -386,5 +386,5 @@ class MessagesWriter:
         if self._kind == "thinking":
             events.append(self._piece({"type": "signature_delta", "signature": _signature("".join(self._thinking))}))
         events.append(named_event({"type": "content_block_stop", "index": self._blocks}))
-        self._kind, self._blocks = "", self._blocks + 1
+        self._kind, self._blocks, self._thinking = "", self._blocks + 1, []
         return events

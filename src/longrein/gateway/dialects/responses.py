@@ -38,7 +38,7 @@ name = "responses"
 id_prefix = "resp_"
 
 HONOURED = frozenset(
-    "model input instructions tools tool_choice stream max_output_tokens top_p temperature previous_response_id include".split()
+    "model input instructions tools tool_choice stream max_output_tokens top_p temperature previous_response_id include text".split()
 )
 #: Fields that do not change what is sampled here. Every answer can be continued by its id, whatever `store` says.
 IGNORED = frozenset(
@@ -49,7 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
     "background": (False,),
-    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "low"}, {"verbosity": "medium"}, {"verbosity": "high"}),
     "top_logprobs": (0,),
     "context_management": ([],),
 }
@@ -73,6 +72,14 @@ def parse(body: Json) -> Request:
     instructions = take(body, "instructions", str, "a string", "")
     if instructions:
         messages.insert(0, Message("system", instructions))
+    wanted = take(body, "text", dict, "an object", {}).get("format") or {"type": "text"}
+    if wanted != {"type": "text"}:
+        raise DialectError(
+            400,
+            f"text.format: {wanted!r} needs guided decoding, which this engine does not have; leave it out",
+            param="text.format",
+            code="unsupported_parameter",
+        )
     include = take(body, "include", list, "a list of strings", [])
     unknown = [one for one in include if one != "reasoning.encrypted_content"]
     if unknown:
@@ -256,9 +263,7 @@ def _reasoning(item: Json) -> str:
 # Answers
 
 
-def error_body(error: DialectError) -> Json:
-    """OpenAI's error shape."""
-    return error.body()
+error_body = DialectError.body
 
 
 def _item_id(answer_id: str, kind: str, index: int) -> str:
@@ -375,7 +380,9 @@ class ResponsesWriter:
     _names: Mapping[str, Spoken] = field(default_factory=dict)
 
     def opening(self, index: int) -> list[bytes]:
-        """The response without output."""
+        """The response without output; nothing if a keep-alive has begun it."""
+        if self._number:
+            return []
         self._names = _tools(self.request.echo.get("tools") or [])[1]
         begun = _response(self.request, self.opened.id, self.opened.created, "in_progress")
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
@@ -406,12 +413,18 @@ class ResponsesWriter:
 
     def error(self, error: DialectError) -> list[bytes]:
         """A failure after the headers have left."""
+        begun = self.opening(0)
         failed = _response(self.request, self.opened.id, self.opened.created, "failed")
         failed["error"] = {"code": error.code or "server_error", "message": error.message}
-        return [self._event("failed", response=failed)]
+        return [*begun, self._event("failed", response=failed)]
 
     def keep_alive(self) -> bytes:
-        """An event of the protocol: clients that time a stream out count comments as silence."""
+        """An event of the protocol: clients that time a stream out count comments as silence.
+
+        While the request still waits, the first one begins the response: clients want `created` before all others.
+        """
+        if not self._number:
+            return b"".join(self.opening(0))
         begun = _response(self.request, self.opened.id, self.opened.created, "in_progress")
         return self._event("in_progress", response=begun)
 
