@@ -212,6 +212,9 @@ ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "too
 
 Mode = Literal["train", "val"]
 
+#: What a call is for: the agent's own work, a sub-agent's, a title for the session, a summary that replaces history.
+CallKind = Literal["main", "sub-agent", "title", "compaction"]
+
 
 class Call(Struct, forbid_unknown_fields=True, kw_only=True):
     """One model request of an attempt and its answer, as it was sampled.
@@ -231,7 +234,7 @@ class Call(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     engine: str
     """`policy`, `teacher`, or the endpoint that a call was passed through to."""
-    kind: Literal["main", "side"] = "main"
+    kind: CallKind = "main"
 
     parent: int | None = None
     """Number of the call whose conversation this one continues."""

@@ -372,7 +372,7 @@ def test_the_transcript_is_the_last_answered_main_call() -> None:
     calls = [
         call(0, messages=[user], reply=reply),
         call(1, parent=0, messages_keep=2, messages=[tool], reply=done),
-        call(2, kind="side", messages=[{"role": "user", "content": "title?"}], reply={"role": "assistant", "content": "T"}),
+        call(2, kind="title", messages=[{"role": "user", "content": "title?"}], reply={"role": "assistant", "content": "T"}),
         call(3, parent=1, messages_keep=4, messages=[user], status="error", http_status=400),
     ]  # fmt: skip
     assert transcript(calls) == [user, reply, tool, done]

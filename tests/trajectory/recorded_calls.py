@@ -80,7 +80,7 @@ def random_calls(rng: np.random.Generator, count: int, vocabulary: int = 3) -> t
             prefix=prefix,
             prefix_length=length,
             status=str(status),
-            kind=str(rng.choice(["main", "main", "side"])),
+            kind=str(rng.choice(["main", "main", "title"])),
             logprobs=logprobs,
         )
         calls.append(call)

@@ -110,7 +110,7 @@ def test_a_version_that_changes_within_a_call_is_kept_per_token():
         ({"reward": None}, {}, "no reward"),
         ({}, {"status": "abandoned"}, "abandoned"),
         ({}, {"status": "error"}, "call error"),
-        ({}, {"kind": "side"}, "side call"),
+        ({}, {"kind": "title"}, "side call"),
         ({}, {"logprobs": None}, "no log-probabilities"),
         ({}, {"logprobs": [0.0, float("nan")]}, "no log-probabilities"),
     ],

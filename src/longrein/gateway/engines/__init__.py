@@ -27,6 +27,10 @@ class Generate:
     seed: int
     stream: bool
     """Whether tokens are wanted as they come, or all at the end."""
+    guide: str | None = None
+    """A Lark grammar in llguidance's form that the reply has to follow; engines without guided decoding refuse it."""
+    top_logprobs: int = 0
+    """How many of the most probable tokens are wanted beside each sampled one."""
     messages: list[Json] = field(default_factory=list)
     """As the template gets them; only engines that are functions look at them."""
     tools: list[Json] = field(default_factory=list)
@@ -39,6 +43,8 @@ class Chunk(Struct):
     logprobs: list[float] | None = None
     versions: list[tuple[int, int]] = []
     finish_reason: str | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each new token the most probable ones, (id, log-probability), most probable first; None: not asked for."""
 
 
 class EngineError(Exception):
