@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
+from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
@@ -27,6 +28,8 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     tool_call: ToolCall | None = None
+    tokens: tuple[Token, ...] = ()
+    """The tokens sampled since the piece before, for clients that ask for log-probabilities."""
 
 
 class ReplyParser(Protocol):
