@@ -12,11 +12,11 @@ from gateway.models import make_model_folder
 
 
 def make_random_model(folder: Path, template: str = "deepseek", context: int = 2048) -> Path:
-    """Write it; the vocabulary of the model is larger than the tokenizer's, as it often is."""
+    """Write it; the vocabulary of the model is the tokenizer's, rounded up to a multiple of 32 as it often is."""
     make_model_folder(folder, template)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     described = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size() + 5,
+        vocab_size=-(-tokenizer.get_vocab_size() // 32) * 32,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,

@@ -37,7 +37,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         self.policy: Policy = load_policy(config.Model(path=str(folder), device="cpu"), seed=0)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.end = self.tokenizer.token_to_id("<|end|>")
+        self.end = self.tokenizer.encode("<|end|>").ids[0]
         self.guides = Guides(folder, self.policy.vocab_size)
 
     def prompt(self, text: str) -> np.ndarray:
@@ -241,11 +241,12 @@ async def test_over_http(model: Model) -> None:
             assert len(likely) == len(ids) == len(answer["logprobs"])
             assert all(1 <= len(row) <= 2 and row == sorted(row, key=lambda pair: -pair[1]) for row in likely)
             assert (await ask()).json()["top_logprobs"] is None
-            for more, words in (
+            refusals: list[tuple[dict[str, Any], str]] = [
                 ({"guide": "start: nowhere"}, "guide: "),
                 ({"stop_token_ids": []}, "guide: a guided sample needs stop_token_ids"),
                 ({"top_logprobs": -1}, "top_logprobs"),
-            ):
+            ]
+            for more, words in refusals:
                 refused = await ask(**more)
                 assert refused.status_code == 400
                 assert words in refused.json()["error"]["message"]

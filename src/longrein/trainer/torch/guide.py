@@ -42,7 +42,8 @@ class Guide:
     def allowed(self) -> np.ndarray | None:
         """int32 [W]: bit i % 32 of word i // 32 says whether token i may come next. None after a failure."""
         if self.failure is None and not self.matcher.is_stopped():
-            bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
+            # llguidance's own mask has a word more where the vocabulary is a multiple of 32.
+            bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)[: len(self.stops)]
             # The grammar's own end is that of the sample, by whichever of its stop tokens.
             bits = bits & ~self.stops
             if self.matcher.is_accepting():
