@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from longrein.gateway.dialects import DialectError, chat, messages, responses
+from longrein.gateway.engines import scripted
 from longrein.gateway.grammars import GuideChecker, guide_of
 from longrein.gateway.guides import Form, Schema, Thinking, Tool, arguments_schema, hermes_guide, thinking_of
 from longrein.gateway.loading import load_text_model
@@ -21,6 +22,7 @@ from longrein.gateway.parsing import CALL, CALL_END, THINK, THINK_END, HermesPar
 from longrein.gateway.tokens import TextModel
 
 from .models import make_model_folder
+from .serving import path, serving
 
 MARKERS = [THINK, THINK_END, CALL, CALL_END]
 TOOLS = (
@@ -260,3 +262,28 @@ def test_a_place_without_guided_decoding_names_the_field() -> None:
     with pytest.raises(DialectError, match="tool_choice: 'required' needs guided decoding: there is none") as caught:
         guide_of(asking(False, {}), model(False, False), "", "there is none")
     assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
+
+
+REFUSED: Any = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize(
+    ("parser", "installed", "words"),
+    [("none", True, "model.parser = 'none'"), ("hermes", False, "llguidance is not installed")],
+)
+async def test_a_gateway_that_cannot_guide_refuses_before_anything_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parser: str, installed: bool, words: str
+) -> None:
+    monkeypatch.setattr(scripted, "installed", lambda: installed)
+    (tmp_path / "unplayed.py").write_text("def script(messages, tools):\n    return '{}'\n")
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(tmp_path), "folder": str(tmp_path)},
+        "model": {"name": "policy", "path": str(make_model_folder(tmp_path / "model")), "parser": parser},
+        "engine": {"kind": "scripted", "script": "unplayed:script"},
+    }
+    async with serving(tmp_path, **sections) as served:
+        headers = await served.start()
+        answer = await served.anonymous.post(path(), json=REFUSED, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+        assert words in answer.json()["error"]["message"]
+        assert await served.calls() == []

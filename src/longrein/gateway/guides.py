@@ -157,7 +157,7 @@ class _Grammar:
             ways.append("calls")
             rules += self._calls()
         if form.least == 0 and form.content is None:
-            return [f"reply: {self._text_then_call()}", *self._text(), *rules]
+            return [*self._text_then_call(), *rules]
         return [f"reply: {' | '.join(ways)}", *rules]
 
     def _calls(self) -> list[str]:
@@ -173,22 +173,16 @@ class _Grammar:
             rules.append(f'tool_{i}: {begun} %json {_json(tool.arguments.guided())} "}}"')
         return rules
 
-    def _text_then_call(self) -> str:
+    def _text_then_call(self) -> list[str]:
         """Any text, with a call behind it or not."""
-        if CALL in self.tokens:
-            return f"TEXT ({self._marker(CALL)} body)?"
-        return "TEXT | until_call body"
-
-    def _text(self) -> list[str]:
         # Text that begins with a thought is a thought: the parser reads it so.
         thought = f" & ~/{_escaped(THINK)}(?s:.*)/" if self.thinking == "may" and THINK not in self.tokens else ""
+        text = f"TEXT: /(?s:.*)/{thought}"
         if CALL in self.tokens:
-            return [f"TEXT: /(?s:.*)/{thought}"]
-        return [
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){_escaped(CALL)}(?s:.*)/{thought}",
-            f"UNTIL_CALL: /(?s:.*){_escaped(CALL)}/{thought}",
-            "until_call[lazy]: UNTIL_CALL",
-        ]
+            return [f"reply: TEXT ({self._marker(CALL)} body)?", text]
+        # Lazy: the first marker is a call's, and no text goes on over it.
+        until = [f"UNTIL_CALL: /(?s:.*){_escaped(CALL)}/{thought}", "until_call[lazy]: UNTIL_CALL"]
+        return ["reply: TEXT | until_call body", text, *until]
 
     def _marker(self, text: str) -> str:
         return text if text in self.tokens else _literal(text)
