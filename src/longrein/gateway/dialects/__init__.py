@@ -305,7 +305,8 @@ def take_format(value: Any, field: str, nested: bool) -> tuple[str, Schema] | No
     """
     if value is None or value == {"type": "text"}:
         return None
-    kind = value.get("type") if isinstance(value, dict) else None
+    value = value if isinstance(value, dict) else {}
+    kind = value.get("type")
     said = f"{field}: {kind!r}"
     if kind == "json_object":
         return said, Schema({"type": "object"}, True, field)
@@ -318,10 +319,9 @@ def take_format(value: Any, field: str, nested: bool) -> tuple[str, Schema] | No
         )
     where = f"{field}.json_schema" if nested else field
     described = value.get("json_schema") if nested else value
-    schema = described.get("schema") if isinstance(described, dict) else None
-    if not isinstance(schema, dict):
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
         raise DialectError(400, f"{where}.schema: expected a JSON schema", param=f"{where}.schema")
-    return said, Schema(schema, described.get("strict") is True, f"{where}.schema")
+    return said, Schema(described["schema"], described.get("strict") is True, f"{where}.schema")
 
 
 def likely_json(token: Likely) -> Json:
