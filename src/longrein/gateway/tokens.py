@@ -11,6 +11,8 @@ reads cannot end its own tool message.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +44,7 @@ class Rendered:
     marks: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(repr=False)
+@dataclass
 class TextModel:
     """A model's tokenizer, chat template and limits."""
 
@@ -55,6 +57,10 @@ class TextModel:
     context: int | None
     control_text: Literal["text", "refuse", "special"] = "text"
     turn_system_into_user: bool = False
+    turn_later_system_into_user: bool = False
+    """The template takes a system message first and nowhere else."""
+    text_arguments: bool = False
+    """The template writes tool-call arguments as the text they came in and refuses objects."""
     generation_prompt: str = ""
     short_call_ids: bool = False
     """The template accepts only tool-call ids of nine letters and digits."""
@@ -72,14 +78,22 @@ class TextModel:
         added = self.tokenizer.get_added_tokens_decoder()
         self.control = {token.content: id for id, token in added.items() if token.special}
         self.control_ids = frozenset(self.control.values())
-        spellings = sorted(self.control, key=len, reverse=True)
+        # One character cannot be broken in two; no model writes a control token as one.
+        spellings = sorted((s for s in self.control if len(s) > 1), key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         # A token that strips the white space beside it would swallow the start of what is encoded behind it.
-        clean = [(t.content, id) for id, t in added.items() if t.special and not t.rstrip and not t.lstrip]
+        clean = [
+            (t.content, id)
+            for id, t in added.items()
+            if t.special and not t.rstrip and not t.lstrip and self.tokenizer.decode([id], False) == t.content
+        ]
         preferred = [pair for pair in clean if pair[1] in self.stop_ids]
         self._anchor = (preferred or clean or [None])[0]
         self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
         self._plain.encode_special_tokens = True
+
+    def __repr__(self) -> str:
+        return f"TextModel({self.name!r})"
 
     # Rendering
 
@@ -95,8 +109,10 @@ class TextModel:
 
         Raises `TemplateError` with the template's words, `ControlTextError` when content may not spell control tokens.
         """
-        if self.turn_system_into_user:
-            messages = _system_as_user(messages)
+        if self.turn_system_into_user or self.turn_later_system_into_user:
+            messages = _system_as_user(messages, keep_first=not self.turn_system_into_user)
+        if self.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
         mark = None
         if self.control_text != "special" and self._control_pattern is not None:
             mark = self._mark_for((messages, tools))
@@ -112,7 +128,8 @@ class TextModel:
         text = self._template(messages, tools, generation_prompt, clock)
         if mark is None:
             return Rendered(text)
-        return _unmark(text, mark, self._control_pattern)
+        # A template may write JSON in ASCII.
+        return _unmark(text.replace(f"\\u{ord(mark):04x}", mark), mark, self._control_pattern)
 
     def _template(
         self, messages: Sequence[Json], tools: Sequence[Json] | None, generation_prompt: bool, clock: float | None
@@ -192,7 +209,7 @@ class TextModel:
     def _encode_plain(self, text: str) -> list[int]:
         assert self._plain is not None
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        if self.exact and self.decode(ids) != text:
+        if self.exact and (self.decode(ids) != text or not self.control_ids.isdisjoint(ids)):
             raise ControlTextError(
                 "message content spells a control token and this tokenizer cannot encode it as ordinary text; "
                 "set gateway.control_text = 'special' or take it out of the content"
@@ -200,8 +217,24 @@ class TextModel:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens kept, nothing cleaned up."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        """Text of `ids`, control tokens kept, nothing cleaned up.
+
+        Decoded behind a control token, as they were encoded: SentencePiece-style decoders drop a space at the start.
+        """
+        if self._anchor is None:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        anchor, anchor_id = self._anchor
+        return self.tokenizer.decode([anchor_id, *ids], skip_special_tokens=False)[len(anchor) :]
+
+    def ordinary_spellings(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Offsets in `text`, the text of `ids`, of control tokens that ordinary tokens spell. Exact tokenizers only."""
+        if self._control_pattern is None or not self.exact:
+            return ()
+        spelled = [(found.start(), found.end()) for found in self._control_pattern.finditer(text)]
+        if len(spelled) == sum(id in self.control_ids for id in ids):
+            return ()
+        real = {characters for _, characters in self.control_ends(ids)}
+        return tuple(start for start, end in spelled if end not in real)
 
     def control_ends(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """After each control token of `ids`: (number of ids, number of characters) up to there."""
@@ -231,10 +264,10 @@ class Detokenizer:
             return ""  # perhaps half a character: the next token tells
         piece = text[self._emitted :]
         self._emitted = len(text)
-        # Keep one token of context: some decoders treat the first token of a run differently.
-        if len(self.ids) - self._start > 16:
+        # Keep one token of context, one that begins no half character: a decoder would give up on what follows it.
+        if len(self.ids) - self._start > 16 and "�" not in (last := self.model.decode(self.ids[-1:])):
             self._start = len(self.ids) - 1
-            self._emitted = len(self.model.decode(self.ids[self._start :]))
+            self._emitted = len(last)
         return piece
 
     def finish(self) -> str:
@@ -300,10 +333,35 @@ def _unmark(text: str, mark: str, pattern: re.Pattern[str] | None) -> Rendered:
     return Rendered(clean, tuple(spans))
 
 
-def _system_as_user(messages: Sequence[Json]) -> list[Json]:
-    """Merge system messages into the user turn that follows (or stand as one), for templates without a system role."""
+def _with_text_arguments(message: Json) -> Json:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    changed: list[Json] = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            text = getattr(arguments, "text", None)
+            text = text if text is not None else json.dumps(arguments, ensure_ascii=False)
+            call = {**call, "function": {**call["function"], "arguments": text}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _system_as_user(messages: Sequence[Json], keep_first: bool) -> list[Json]:
+    """Merge system messages into the user turn that follows (or stand as one), for templates without a system role.
+
+    `keep_first`: system messages at the beginning stay, as one; for templates that take them nowhere else.
+    """
     out: list[Json] = []
     pending: list[str] = []
+    if keep_first:
+        first = list(itertools.takewhile(lambda m: m.get("role") in ("system", "developer"), messages))
+        if len(first) == 1:
+            out.append(first[0])
+        elif first:
+            out.append({**first[0], "content": "\n\n".join(str(m.get("content") or "") for m in first)})
+        messages = messages[len(first) :]
     for message in messages:
         if message.get("role") in ("system", "developer"):
             pending.append(str(message.get("content") or ""))
