@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-DEEPSEEK = tuple(
+DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+DEEPSEEK_MARKS = tuple(
     f"<｜{name}｜>"
     for name in (
-        "begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end",
+        "User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end",
         "tool▁call▁begin", "tool▁call▁end", "tool▁sep", "tool▁outputs▁begin", "tool▁outputs▁end",
         "tool▁output▁begin", "tool▁output▁end",
     )
@@ -47,15 +48,17 @@ class Family:
     """What model.parser = auto has to find."""
     bos: str = ""
     marks: tuple[str, ...] = ()
-    """Added tokens that are no control tokens."""
+    """Added tokens that are not marked special."""
     sentencepiece: bool = False
+    composes: bool = False
+    """The tokenizer composes characters (NFC), as Qwen's does."""
 
 
 FAMILIES = {
     "hermes": Family(CHATML, "<|im_end|>", "hermes"),
-    "qwen3": Family(CHATML, "<|im_end|>", "hermes", marks=MARKS),
-    "qwen3.5": Family((*CHATML, *VISION), "<|im_end|>", "qwen3.5", marks=MARKS),
-    "deepseek": Family(DEEPSEEK, "<｜end▁of▁sentence｜>", "deepseek-v3", bos="<｜begin▁of▁sentence｜>"),
+    "qwen3": Family(CHATML, "<|im_end|>", "hermes", marks=MARKS, composes=True),
+    "qwen3.5": Family((*CHATML, *VISION), "<|im_end|>", "qwen3.5", marks=MARKS, composes=True),
+    "deepseek": Family(DEEPSEEK, DEEPSEEK[1], "deepseek-v3", bos=DEEPSEEK[0], marks=(*DEEPSEEK_MARKS, *MARKS[:2])),
     "llama3": Family(LLAMA3, "<|eot_id|>", "llama-3", bos="<|begin_of_text|>"),
     "mistral": Family(MISTRAL, "</s>", "mistral", bos="<s>", sentencepiece=True),
 }
@@ -74,6 +77,8 @@ def tokenizer_text(family: str) -> str:
     tokenizer = _sentencepiece(kind.control) if kind.sentencepiece else _byte_level(kind.control)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in kind.control])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in kind.marks])
+    if kind.composes:
+        tokenizer.normalizer = normalizers.NFC()
     return tokenizer.to_str()
 
 

@@ -144,7 +144,7 @@ def _tokenizer(model: TextModel) -> Iterator[Finding]:
 
 def _control_text(model: TextModel) -> Iterator[Finding]:
     subject = "control tokens spelled in content"
-    spellings = sorted(text for text in model.control if len(text) > 1)
+    spellings = sorted(model.control)
     if not spellings:
         yield Finding("tokenizer", subject, "note", "the tokenizer has no control tokens: nothing marks a turn's end")
         return

@@ -105,6 +105,8 @@ class Plan:
     parent: Recorded | None
     messages_keep: int
     fork: ForkCause | None
+    new_marks: tuple[int, ...] = ()
+    """Offsets in `new_text` where content spells a control token."""
 
     @property
     def length(self) -> int:
@@ -239,6 +241,7 @@ class History:
             messages_keep=plan.messages_keep,
             messages=tuple(messages[plan.messages_keep :]),
             tools=tools,
+            ordinary=plan.new_marks,
         )
 
     def add(self, call: Recorded, model: TextModel, sampled_ids: list[int], reply: Message | None) -> None:
@@ -246,10 +249,7 @@ class History:
         call.sampled_ids = sampled_ids
         call.sampled_text = model.decode(sampled_ids)
         in_reply = model.ordinary_spellings(sampled_ids, call.sampled_text)
-        call.ordinary = (
-            *model.ordinary_spellings(call.prompt_ids, call.prompt_text),
-            *(len(call.prompt_text) + at for at in in_reply),
-        )
+        call.ordinary = (*call.ordinary, *(len(call.prompt_text) + at for at in in_reply))
         if sampled_ids and sampled_ids[-1] in model.stop_ids:
             call.stop_characters = len(model.decode(sampled_ids[-1:]))
         call.reply = reply
@@ -270,14 +270,15 @@ def plan_prompt(
         fork = None if ids[: len(branch)] == branch else "retokenized"
         if parent is None and history.calls:
             fork = _cause_without_parent(history, messages, tools)
-        return Plan(None, 0, 0, ids, rendered.text, parent, keep_messages, fork)
+        return Plan(None, 0, 0, ids, rendered.text, parent, keep_messages, fork, _marks(rendered, 0))
     if mode == "sampled" and parent is not None and list(parent.tools) == list(tools) and parent.continued(messages):
         plan = _keep_sampled(model, messages, parent, keep_messages, rendered, render)
         if plan is not None:
             return plan
     call, keep, characters, ids = history.splice(model, rendered, parent)
     fork = _cause(history, model, messages, tools, parent, call, keep, render)
-    return Plan(call, keep, characters, ids, rendered.text[characters:], parent, keep_messages, fork)
+    text, marks = rendered.text[characters:], _marks(rendered, characters)
+    return Plan(call, keep, characters, ids, text, parent, keep_messages, fork, marks)
 
 
 def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -> tuple[Sequence[Message], Plan]:
@@ -324,7 +325,12 @@ def _keep_sampled(
     closing = _closing(model, ending, parent.stop_characters > 0)
     ids = [*_encode(model, closing), *model.encode(after, start)]
     text = closing + after.text[start:]
-    return Plan(parent, parent.branch_length, parent.end, ids, text, parent, keep, None)
+    marks = tuple(len(closing) + at for at in _marks(after, start))
+    return Plan(parent, parent.branch_length, parent.end, ids, text, parent, keep, None, marks)
+
+
+def _marks(rendered: Rendered, start: int) -> tuple[int, ...]:
+    return tuple(at - start for at, _ in rendered.marks if at >= start)
 
 
 def _split_after(
@@ -538,23 +544,15 @@ def _cut(model: TextModel, call: Recorded, shared: int) -> tuple[Recorded | None
 def _safe_cut(model: TextModel, call: Recorded, shared: int) -> tuple[int, int]:
     """The last place in `call`'s own part, behind a control token and within `shared` characters: (ids, characters)."""
     best = (call.prefix_length, call.prefix_characters)
-    in_prompt = shared
-    if not model.exact:
-        # Ids tell places in the text only as far as they decode to it.
-        alike = _common(call.prompt_text, 0, model.decode(call.prompt_ids))
-        in_prompt = min(shared, call.prefix_characters + alike)
-    sampled_at = call.prefix_characters + len(call.prompt_text)
+    size = len(call.prompt_text)
+    in_reply = [at - size for at in call.ordinary if at >= size]
     pieces = (
-        (call.prompt_ids, call.prefix_length, call.prefix_characters, in_prompt),
-        (call.sampled_ids, call.prompt_length, sampled_at, shared),
+        (call.prompt_ids, call.prompt_text, call.ordinary, call.prefix_length, call.prefix_characters),
+        (call.sampled_ids, call.sampled_text, in_reply, call.prompt_length, call.prefix_characters + size),
     )
-    for ids, first_id, first_character, limit in pieces:
-        if first_character > shared:
-            break
-        if ids is call.sampled_ids and not model.exact:
-            best = (call.prompt_length, sampled_at)
-        for count, characters in model.control_ends(ids):
-            if first_character + characters <= limit:
+    for ids, text, ordinary, first_id, first_character in pieces:
+        for count, characters in model.control_ends(ids, text, ordinary):
+            if first_character + characters <= shared:
                 best = (first_id + count, first_character + characters)
     return best
 
@@ -579,6 +577,7 @@ def recall(history: History, model: TextModel, calls: Sequence[Call]) -> None:
             tools=tools,
             kind=call.kind,
         )
+        recorded.ordinary = model.ordinary_spellings(recorded.prompt_ids, recorded.prompt_text)
         reply = Message.from_json(call.reply) if call.status == "ok" and call.reply else None
         history.add(recorded, model, list(call.sampled), reply)
         by_number[call.number] = recorded

@@ -127,7 +127,7 @@ def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
         # The roles alternate here once the second one has become the user's.
         later = [system, *user, said, system]
         model.turn_later_system_into_user = not model.turn_system_into_user and not _takes(model, later, times=2)
-    sample = '  Två  (ö) \n\n\t{"a": 1}  naïve, 東京 🙂 don\'t '
+    sample = '  Två  (ö) \n\n\t{"a": 1}  naïve, 東京 🙂 don\'t e\u0301 \u2581 '
     model.exact = all(model.decode(model.encode(text)) == text.text for text in (Rendered(sample), turns))
     _probe_calls(model, user)
 

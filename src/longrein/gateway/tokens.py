@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,13 +73,16 @@ class TextModel:
     _control_pattern: re.Pattern[str] | None = None
     _plain: tokenizers.Tokenizer | None = None
     _anchor: tuple[str, int] | None = None
+    _stripping: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         added = self.tokenizer.get_added_tokens_decoder()
-        self.control = {token.content: id for id, token in added.items() if token.special}
-        self.control_ids = frozenset(self.control.values())
         # One character cannot be broken in two; no model writes a control token as one.
-        spellings = sorted((s for s in self.control if len(s) > 1), key=len, reverse=True)
+        self.control = {t.content: id for id, t in added.items() if len(t.content) > 1 and _is_control(t)}
+        self.control_ids = frozenset(self.control.values())
+        # White space beside such a token belongs to it in place and would not behind a cut.
+        self._stripping = frozenset(id for id, t in added.items() if t.rstrip or t.lstrip)
+        spellings = sorted(self.control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         # A token that strips the white space beside it would swallow the start of what is encoded behind it.
         clean = [
@@ -90,6 +93,7 @@ class TextModel:
         preferred = [pair for pair in clean if pair[1] in self.stop_ids]
         self._anchor = (preferred or clean or [None])[0]
         self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        self._plain.add_special_tokens([tokenizers.AddedToken(s, special=True, normalized=False) for s in self.control])
         self._plain.encode_special_tokens = True
 
     def __repr__(self) -> str:
@@ -209,7 +213,7 @@ class TextModel:
     def _encode_plain(self, text: str) -> list[int]:
         assert self._plain is not None
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        if self.exact and (self.decode(ids) != text or not self.control_ids.isdisjoint(ids)):
+        if (self.exact and self.decode(ids) != text) or not self.control_ids.isdisjoint(ids):
             raise ControlTextError(
                 "message content spells a control token and this tokenizer cannot encode it as ordinary text; "
                 "set gateway.control_text = 'special' or take it out of the content"
@@ -227,25 +231,35 @@ class TextModel:
         return self.tokenizer.decode([anchor_id, *ids], skip_special_tokens=False)[len(anchor) :]
 
     def ordinary_spellings(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
-        """Offsets in `text`, the text of `ids`, of control tokens that ordinary tokens spell. Exact tokenizers only."""
-        if self._control_pattern is None or not self.exact:
+        """Offsets in `text`, to which `ids` decode, of control tokens that ordinary tokens spell."""
+        if self._control_pattern is None:
             return ()
         spelled = [(found.start(), found.end()) for found in self._control_pattern.finditer(text)]
         if len(spelled) == sum(id in self.control_ids for id in ids):
             return ()
-        real = {characters for _, characters in self.control_ends(ids)}
-        return tuple(start for start, end in spelled if end not in real)
-
-    def control_ends(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """After each control token of `ids`: (number of ids, number of characters) up to there."""
-        ends: list[tuple[int, int]] = []
+        real: set[int] = set()
         start = characters = 0
         for i, id in enumerate(ids):
             if id in self.control_ids:
-                characters += len(self.decode(ids[start:i])) + len(self.decode([id]))
+                characters += len(self.decode(ids[start : i + 1]))
+                real.add(characters)
                 start = i + 1
-                ends.append((start, characters))
-        return ends
+        return tuple(start for start, end in spelled if end not in real)
+
+    def control_ends(self, ids: Sequence[int], text: str, ordinary: Collection[int]) -> list[tuple[int, int]]:
+        """Behind each control token of `ids`: (number of ids, number of characters of `text`) up to there.
+
+        `text` is what was encoded; at the offsets `ordinary` it spells a control token that is none. The tokenizer may
+        have normalised it: control tokens stand in both in the same order.
+        """
+        if self._control_pattern is None:
+            return []
+        places = [m.end() for m in self._control_pattern.finditer(text) if m.start() not in ordinary]
+        counts = [i + 1 for i, id in enumerate(ids) if id in self.control_ids]
+        if len(places) != len(counts):
+            return []
+        pairs = zip(counts, places, strict=True)
+        return [(count, place) for count, place in pairs if ids[count - 1] not in self._stripping]
 
 
 @dataclass
@@ -279,6 +293,11 @@ class Detokenizer:
 
 
 # Control spellings in content
+
+
+def _is_control(token: tokenizers.AddedToken) -> bool:
+    """Special tokens, and those between bars: DeepSeek's `<｜User｜>` is not marked special and is one all the same."""
+    return token.special or re.fullmatch(r"<([|｜]).+\1>", token.content, re.DOTALL) is not None
 
 
 def _strings(value: Any) -> Iterator[str]:
