@@ -107,9 +107,7 @@ def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
         turns = model.render([*user, said, *user], None)
     except TemplateError as error:
         raise ConfigError(f"{folder}: the chat template refuses plain turns of user and assistant: {error}") from None
-    if not with_prompt.startswith(without) or (
-        with_prompt == without and not _answers_at_once(model, without, answered)
-    ):
+    if not with_prompt.startswith(without) or (with_prompt == without and not _answers_at_once(without, answered)):
         raise ConfigError(
             f"{folder}: the chat template has no generation prompt: it gives the same text with and without "
             "add_generation_prompt, so the model would not know that it is its turn; set model.chat_template"
@@ -132,10 +130,10 @@ def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
     _probe_calls(model, user)
 
 
-def _answers_at_once(model: TextModel, asked: str, answered: str) -> bool:
-    """Whether the answer follows the user's turn without a header, as behind Mistral's [/INST]: no prompt is needed."""
-    ends_in_control = any(asked.rstrip().endswith(spelling) for spelling in model.control)
-    return ends_in_control and answered.startswith(asked) and answered[len(asked) :].lstrip().startswith("Yes.")
+def _answers_at_once(asked: str, answered: str) -> bool:
+    """Whether the user's turn has an end behind which the answer stands without a header, as Mistral's [/INST]."""
+    ended = asked.rpartition("Hello")[2].strip() != ""
+    return ended and answered.startswith(asked) and answered[len(asked) :].lstrip().startswith("Yes.")
 
 
 def _probe_calls(model: TextModel, user: list[Json]) -> None:

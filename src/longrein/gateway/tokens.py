@@ -82,8 +82,7 @@ class TextModel:
         self.control_ids = frozenset(self.control.values())
         # White space beside such a token belongs to it in place and would not behind a cut.
         self._stripping = frozenset(id for id, t in added.items() if t.rstrip or t.lstrip)
-        spellings = sorted(self.control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._control_pattern = re.compile(_any_of(list(self.control))) if self.control else None
         # A token that strips the white space beside it would swallow the start of what is encoded behind it.
         clean = [
             (t.content, id)
@@ -298,6 +297,19 @@ class Detokenizer:
 def _is_control(token: tokenizers.AddedToken) -> bool:
     """Special tokens, and those between bars: DeepSeek's `<｜User｜>` is not marked special and is one all the same."""
     return token.special or re.fullmatch(r"<([|｜]).+\1>", token.content, re.DOTALL) is not None
+
+
+def _any_of(words: Sequence[str]) -> str:
+    """A pattern of any of `words`, the longest that fits. Some models have a thousand: it is a tree, so that a
+    character that begins none costs one look."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+    branches = "|".join(re.escape(first) + _any_of(rest) for first, rest in rests.items())
+    if "" in words:
+        return f"(?:{branches})?" if branches else ""
+    return f"(?:{branches})" if len(rests) > 1 else branches
 
 
 def _strings(value: Any) -> Iterator[str]:
