@@ -59,6 +59,18 @@ def test_causes(tmp_path: Path, name: str, reply: Said, how: str, cause: str | N
     assert plan.fork == cause
 
 
+def test_the_space_before_a_sentencepiece_answer_is_the_answers_own(tmp_path: Path) -> None:
+    folder = make_family_folder(tmp_path, "mistral")
+    attempt = Attempt(load_text_model(str(folder)), "mistral", folder, tools=[])
+    messages = [Message("user", "go")]
+    answer = attempt.call(messages, " I look.", seed=3)
+    assert answer.content == " I look."
+    plan = attempt.plan([*messages, answer, Message("user", "and?")])
+    assert (plan.parent, plan.fork) == (attempt.recorded[0], None)
+    branch = attempt.recorded[0].branch()
+    assert attempt.prompt(plan)[: len(branch)] == branch
+
+
 @pytest.fixture(scope="module")
 def hermes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_folder(tmp_path_factory.mktemp("hermes"), "hermes")

@@ -148,6 +148,16 @@ def test_detokenized_pieces_join_and_are_never_half_a_character(
     assert "".join(pieces) + detokenizer.finish() == text
 
 
+def test_a_stream_is_never_cut_inside_a_character(tmp_path: Path) -> None:
+    """SentencePiece gives up on a run of bytes that begins inside a character."""
+    model = load_text_model(str(make_family_folder(tmp_path, "mistral")))
+    for length in range(40):
+        text = "<" * length + "🙂H"
+        ids = [id for character in text for id in model.encode(Rendered(character))]
+        detokenizer = Detokenizer(model)
+        assert "".join(detokenizer.push([id]) for id in ids) + detokenizer.finish() == text
+
+
 MARKS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"]
 ROLES = [
     "<|user|>",
@@ -262,6 +272,7 @@ def test_calls_of_the_families(tmp_path: Path, family: str, text: str, calls: li
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{not json}\n```"
             "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         ),
+        ("deepseek", "Look.<｜tool▁calls▁begin｜><｜tool▁c"),
         ("qwen3.5", "<tool_call>\n<function=f>\n<parameter=a>\nx"),
     ],
 )

@@ -193,6 +193,7 @@ def _cases(model: TextModel) -> list[_Case]:
         _Case("question, answer, question", [ASK, done, more], {"the answer": done.content}, needed=True),
         _Case("system message", [SYSTEM, ASK], {"it": SYSTEM.content}),
         _Case("system message later", [SYSTEM, ASK, done, Message("system", "Hurry."), more], {"it": "Hurry."}),
+        _Case("system message after a result", [SYSTEM, *used, Message("system", "Hurry.")], {"it": "Hurry."}, True),
         _Case("two questions in a row", [ASK, more], {"the second": more.content}),
         _Case("tools", [SYSTEM, ASK], {"their names": "read_file", "their parameters": '"lines"'}, True, needed=True),
         _Case("call and result", used, {**call, "the result": "milk and bread"}, True, needed=True),
@@ -235,8 +236,9 @@ def _template(model: TextModel) -> Iterator[Finding]:
 def _adapted(model: TextModel, subject: str) -> str:
     if subject == "system message" and model.turn_system_into_user:
         return "written as part of the user's turn"
-    if subject == "system message later" and (model.turn_system_into_user or model.turn_later_system_into_user):
-        return "written as part of the user's turn that follows"
+    later = subject in ("system message later", "system message after a result")
+    if later and (model.turn_system_into_user or model.turn_later_system_into_user):
+        return "written as the user's, with the turn that follows"
     return ""
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from longrein.gateway.messages import Message, same
 from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, TextModel
@@ -402,7 +402,7 @@ def _cause(
         return "compaction" if _compacted(history, messages) else "rewrite"
     if list(parent.tools) != list(tools):
         return "tools"
-    # Would the text have gone on if the harness had echoed what it was given? Restore one thing at a time.
+    # Would the text have gone on if the harness had echoed what it was given? First its arguments alone, then all.
     given = parent.conversation()
     echoed, rest = messages[: len(given)], messages[len(given) :]
 
@@ -413,20 +413,13 @@ def _cause(
             return False
         return history.continues(parent, shared[parent.number])
 
-    for cause in ("reasoning", "arguments"):
-        restored = [_restored(mine, theirs, cause) for mine, theirs in zip(given, echoed, strict=True)]
-        if restored != list(echoed) and goes_on(restored):
-            return cause
+    restored = [replace(theirs, tool_calls=mine.tool_calls) for mine, theirs in zip(given, echoed, strict=True)]
+    if restored != list(echoed) and goes_on(restored):
+        return "arguments"
     if goes_on(given):
         dropped = any(mine.reasoning != theirs.reasoning for mine, theirs in zip(given, echoed, strict=True))
         return "reasoning" if dropped else "rewrite"
     return "template"
-
-
-def _restored(mine: Message, theirs: Message, what: Literal["reasoning", "arguments"]) -> Message:
-    if what == "reasoning":
-        return replace(theirs, reasoning=mine.reasoning)
-    return replace(theirs, tool_calls=mine.tool_calls)
 
 
 def _cause_without_parent(history: History, messages: Sequence[Message], tools: Sequence[Json]) -> ForkCause | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from longrein.config import ConfigError
 from longrein.gateway.tokens import Rendered, TemplateError, TextModel
 
 Json = dict[str, Any]
+
+log = logging.getLogger("longrein.gateway")
 
 
 def model_folder(path: str) -> Path:
@@ -125,6 +128,8 @@ def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
         # The roles alternate here once the second one has become the user's.
         later = [system, *user, said, system]
         model.turn_later_system_into_user = not model.turn_system_into_user and not _takes(model, later, times=2)
+        if model.turn_later_system_into_user:
+            log.info("system messages but the first are written as the user's: the template takes them nowhere else")
     sample = '  Två  (ö) \n\n\t{"a": 1}  naïve, 東京 🙂 don\'t e\u0301 \u2581 '
     model.exact = all(model.decode(model.encode(text)) == text.text for text in (Rendered(sample), turns))
     _probe_calls(model, user)
