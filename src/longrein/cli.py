@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         stop_with_parent(options.parent_pipe)
     try:
-        options.command(options)
+        return options.command(options) or 0
     except ConfigError as error:
         return _say(error, 2)
     except KeyboardInterrupt:
@@ -30,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _explain(error)
-    return 0
 
 
 def _explain(error: Exception) -> int:
@@ -93,6 +92,12 @@ def serve(options: argparse.Namespace) -> None:
     run.serve(options.checkpoint, options.port)
 
 
+def check(options: argparse.Namespace) -> int:
+    from longrein.gateway import check
+
+    return check.command(options.model, chat_template=options.template, parser=options.parser, as_json=options.json)
+
+
 def _load(options: argparse.Namespace) -> Config:
     return load(options.file, options.set)
 
@@ -132,6 +137,13 @@ def _parser() -> argparse.ArgumentParser:
     one = add("compare", compare, "several runs in one table and picture", None)
     one.add_argument("run", metavar="RUN", nargs="+", help="folders of runs")
     one.add_argument("--out", metavar="PNG", default="compare.png", help="where the picture goes (%(default)s)")
+    one = add(
+        "check", check, "say whether a model can be trained exactly, and what its template does to a history", None
+    )
+    one.add_argument("model", metavar="MODEL", help="model folder, or a hub name (owner/name)")
+    one.add_argument("--template", metavar="FILE", default="", help="chat template (Jinja) in place of the model's own")
+    one.add_argument("--parser", metavar="NAME", default="auto", help="as model.parser (%(default)s)")
+    one.add_argument("--json", action="store_true", help="print the findings as JSON")
     one = add("serve", serve, "serve a checkpoint as an OpenAI-compatible endpoint", None)
     one.add_argument("checkpoint", metavar="CHECKPOINT", help="model folder, such as RUN/checkpoints/step-000100")
     one.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")

@@ -70,7 +70,7 @@ class Model(Section):
     )
     parser: str = Field(
         default="auto",
-        description="Reads reasoning and tool calls out of sampled text: auto, hermes, none or a family of the renderers package.",
+        description="Reads reasoning and tool calls out of sampled text: auto, hermes, mistral, none or a family of the renderers package.",
     )
     system_messages: Literal["auto", "template", "user"] = Field(
         default="auto",

@@ -208,7 +208,7 @@ class PauseRequest(Struct, forbid_unknown_fields=True):
     reason: str | None = None
 
 
-ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "tools", "retokenized"]
+ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "tools", "compaction", "retokenized"]
 
 Mode = Literal["train", "val"]
 

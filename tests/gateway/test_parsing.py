@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,19 @@ from tokenizers import AddedToken
 from longrein.config import ConfigError
 from longrein.gateway.loading import load_text_model
 from longrein.gateway.messages import Message
-from longrein.gateway.parsing import Delta, HermesParser, ParserOptions, StopStrings, make_parser, message_of
-from longrein.gateway.tokens import Detokenizer
+from longrein.gateway.mistral import MistralParser
+from longrein.gateway.parsing import (
+    Delta,
+    HermesParser,
+    ParserOptions,
+    StopStrings,
+    make_parser,
+    message_of,
+    parser_name,
+)
+from longrein.gateway.tokens import Detokenizer, Rendered
 
+from .family_models import FAMILIES, make_family_folder
 from .models import make_model_folder
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -59,6 +70,10 @@ def test_an_id_that_the_model_wrote_is_the_id() -> None:
         '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
         "a < b and <tool",
         "<tool_call></tool_call> more\n",
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
     ],
 )
 def test_what_is_malformed_stays_text_as_it_was_sampled(text: str) -> None:
@@ -183,6 +198,16 @@ def test_detokenized_pieces_join_and_are_never_half_a_character(
     assert "".join(pieces) + detokenizer.finish() == text
 
 
+def test_a_stream_is_never_cut_inside_a_character(tmp_path: Path) -> None:
+    """SentencePiece gives up on a run of bytes that begins inside a character."""
+    model = load_text_model(str(make_family_folder(tmp_path, "mistral")))
+    for length in range(40):
+        text = "<" * length + "🙂H"
+        ids = [id for character in text for id in model.encode(Rendered(character))]
+        detokenizer = Detokenizer(model)
+        assert "".join(detokenizer.push([id]) for id in ids) + detokenizer.finish() == text
+
+
 MARKS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"]
 ROLES = [
     "<|user|>",
@@ -216,3 +241,169 @@ def test_a_parser_that_does_not_exist_or_does_not_fit_is_named(tmp_path_factory:
         make_parser("qwen33", model, "folder")
     with pytest.raises(ConfigError, match=r"does not fit.*<tool_call>"):
         make_parser("qwen3", model, "folder")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_family_is_found_by_what_the_template_writes(tmp_path: Path, family: str) -> None:
+    model = load_text_model(str(make_family_folder(tmp_path, family)))
+    assert parser_name(model, str(tmp_path)) == FAMILIES[family].parser
+
+
+def test_what_is_not_recognised_or_does_not_fit_is_said_and_read_as_hermes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    folder = make_family_folder(tmp_path / "plain", "hermes", lambda text: plain)
+    assert parser_name(load_text_model(str(folder)), str(folder)) == "hermes"
+    assert "writes no known form of tool call" in caplog.text
+    caplog.clear()
+    folder = make_family_folder(tmp_path / "coder", "hermes", lambda text: text + "{#- <function= -#}")
+    assert parser_name(load_text_model(str(folder)), str(folder)) == "hermes"
+    assert "the qwen3.5 parser does not fit the tokenizer" in caplog.text
+
+
+def read_family(tmp_path: Path, family: str, text: str, tools: list = TOOLS) -> Message:
+    model = load_text_model(str(make_family_folder(tmp_path, family)))
+    parser = make_parser("auto", model, str(tmp_path))(ParserOptions("", (), tools, lambda i: f"id{i}"))
+    return message_of([*parser.push(model.encode(Rendered(text)), text), *parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a":  1}}]', [("id0", "f", '{"a":  1}')]),
+        (
+            "mistral",
+            ' Look.[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+            [("abcdefghi", "f", "{}"), ("id1", "g", "{}")],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
+            [("id0", "f", '{"a": "]"}'), ("abcdefghi", "g", "{}")],
+        ),
+        ("llama3", '{"name": "f", "parameters": {"a":1}}', [("id0", "f", '{"a":1}')]),
+        (
+            "deepseek",
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a":1, "b": {}}\n```'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            [("id0", "f", '{"a":1, "b": {}}')],
+        ),
+        (
+            "qwen3.5",
+            "hm\n</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nx {} y\n</parameter>\n</function>\n</tool_call>",
+            [("id0", "f", '{"a": "x {} y"}')],
+        ),
+    ],
+)
+def test_calls_of_the_families(tmp_path: Path, family: str, text: str, calls: list) -> None:
+    reply = read_family(tmp_path, family, text)
+    assert [(c.id, c.name, c.arguments) for c in reply.tool_calls] == calls
+    assert "TOOL_CALLS" not in reply.content
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}] and more'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 3]'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}} {"name": "f", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS]f{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("llama3", '{"name": "f", "parameters": {"a": }}'),
+        ("llama3", '{"name": "f", "parameters": [1]}'),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{not json}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
+        ("deepseek", "Look.<｜tool▁calls▁begin｜><｜tool▁c"),
+        ("qwen3.5", "<tool_call>\n<function=f>\n<parameter=a>\nx"),
+    ],
+)
+def test_malformed_calls_of_the_families_stay_text(tmp_path: Path, family: str, text: str) -> None:
+    reply = read_family(tmp_path, family, text)
+    assert reply.tool_calls == ()
+    assert reply.content == text
+
+
+def test_mistral_calls_are_text_without_tools(tmp_path: Path) -> None:
+    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
+    assert read_family(tmp_path, "mistral", text, tools=[]).content == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(
+            [
+                "[THINK]",
+                "[/THINK]",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "f",
+                " ",
+                "[",
+                "]",
+                '[{"name": "f", "arguments": {}}]',
+                "{}",
+            ]
+        ),
+        max_size=8,
+    ).map("".join),
+    cuts=st.lists(st.integers(0, 80), max_size=6),
+)
+def test_any_cut_of_a_mistral_reply_gives_the_same(text: str, cuts: list[int]) -> None:
+    def pieces(*cuts: int) -> Message:
+        parser = MistralParser(ParserOptions("", (), TOOLS, lambda i: f"id{i}"))
+        deltas: list[Delta] = []
+        start = 0
+        for cut in (*sorted(min(cut, len(text)) for cut in cuts), len(text)):
+            deltas += parser.push([], text[start:cut])
+            start = max(start, cut)
+        return message_of([*deltas, *parser.finish()])
+
+    whole = pieces()
+    assert pieces(*cuts) == whole
+    if not whole.tool_calls and "[THINK]" not in text:
+        assert whole.content == text
+
+
+LETTERS = st.lists(
+    st.one_of(
+        st.text("ab \n", max_size=4),
+        st.sampled_from(
+            ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x":  1}}', "<tool_"]
+        ),
+    ),
+    max_size=10,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=LETTERS)
+def test_nothing_but_marks_and_white_space_is_lost(text: str) -> None:
+    """Reasoning, content and calls, put together in the order of the text, are the text."""
+    reply, deltas = read(text)
+    at = 0
+    for delta in deltas:
+        piece = delta.tool_call.arguments if delta.tool_call else delta.reasoning or delta.content
+        found = text.index(piece, at)
+        between = text[at:found]
+        for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "}"):
+            between = between.replace(mark, "", 1)
+        assert not between.strip(), (reply, between)
+        at = found + len(piece)
+    rest = (
+        text[at:]
+        .replace("</think>", "", 1)
+        .replace("<think>", "", 1)
+        .replace("}", "", 1)
+        .replace("</tool_call>", "", 1)
+    )
+    assert not rest.strip()

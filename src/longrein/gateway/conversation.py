@@ -7,12 +7,14 @@ repeats (splice). Messages name the parent and the cause of a fork; ids always c
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longrein.gateway.messages import Message, same
-from longrein.gateway.tokens import Rendered, TextModel
+from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, TextModel
 from longrein.records import Call, CallKind, ForkCause
 
 Json = dict[str, Any]
@@ -34,6 +36,8 @@ class Recorded:
     """The parent's conversation up to `messages_keep`, then these."""
     tools: Sequence[Json]
     kind: CallKind = "main"
+    ordinary: tuple[int, ...] = ()
+    """Offsets in the call's own text where ordinary tokens spell a control token."""
     sampled_text: str = ""
     sampled_ids: list[int] = field(default_factory=list)
     stop_characters: int = 0
@@ -41,8 +45,9 @@ class Recorded:
     reply: Message | None = None
 
     @property
-    def own_characters(self) -> int:
-        return len(self.prompt_text) + len(self.sampled_text)
+    def end(self) -> int:
+        """Characters of the branch: the prompt's text and what was sampled."""
+        return self.prefix_characters + len(self.prompt_text) + len(self.sampled_text)
 
     @property
     def prompt_length(self) -> int:
@@ -57,10 +62,10 @@ class Recorded:
     def conversation_length(self) -> int:
         return self.messages_keep + len(self.messages) + (1 if self.reply is not None else 0)
 
-    def recognised(self, messages: Sequence[Message]) -> bool:
-        """Whether the call's reply stands where it should in a longer conversation."""
+    def continued(self, messages: Sequence[Message]) -> bool:
+        """Whether the request goes on from this call's conversation, reply included."""
         length = self.conversation_length
-        return self.reply is not None and length <= len(messages) and same(self.reply, messages[length - 1])
+        return self.reply is not None and length <= len(messages) and all(map(same, self.conversation(), messages))
 
     def conversation(self) -> list[Message]:
         """All messages of the call, its reply included."""
@@ -100,6 +105,8 @@ class Plan:
     parent: Recorded | None
     messages_keep: int
     fork: ForkCause | None
+    new_marks: tuple[int, ...] = ()
+    """Offsets in `new_text` where content spells a control token."""
 
     @property
     def length(self) -> int:
@@ -161,8 +168,12 @@ class History:
 
     # Which recorded ids its text repeats
 
-    def shared_text(self, text: str) -> dict[int, int]:
-        """For each call, by number: how many characters `text` shares with its branch."""
+    def shared_text(self, rendered: Rendered) -> dict[int, int]:
+        """For each call, by number: how many characters the text shares with its branch.
+
+        A control token and the same characters spelled by ordinary tokens are not shared.
+        """
+        text = rendered.text
         shared: dict[int, int] = {}
         for call in self.calls:
             start = call.prefix_characters
@@ -172,38 +183,46 @@ class History:
             count = _common(text, start, call.prompt_text)
             if count == len(call.prompt_text):
                 count += _common(text, start + count, call.sampled_text)
+            if rendered.marks or call.ordinary:
+                count = _spelled_alike(call, count, rendered.marks)
             shared[call.number] = start + count
         return shared
 
     def continues(self, call: Recorded, shared: int) -> bool:
         """Whether text that shares `shared` characters with `call`'s branch repeats all of it (but its stop token)."""
-        return shared >= call.prefix_characters + call.own_characters - call.stop_characters
+        return shared >= call.end - call.stop_characters
 
-    def splice(self, model: TextModel, rendered: Rendered) -> tuple[Recorded | None, int, int, list[int]]:
+    def splice(
+        self, model: TextModel, rendered: Rendered, parent: Recorded | None = None
+    ) -> tuple[Recorded | None, int, int, list[int]]:
         """(call, ids kept of its branch, characters kept, ids of the rest) for a new prompt.
 
-        The whole branch is kept when the text begins with it. Otherwise it is cut behind the last control token at or
-        before the first character that differs: there, encoding the rest alone equals encoding it in place.
+        A whole branch is kept when the text begins with it: the parent's where there is a choice. Otherwise the branch
+        that shares the longest text is cut behind the last control token at or before the first character that differs:
+        there, encoding the rest alone equals encoding it in place.
         """
-        lengths = self.shared_text(rendered.text)
-        call = max(reversed(self.calls), key=lambda c: lengths[c.number], default=None)  # the latest of equals
-        if call is None:
-            return None, 0, 0, model.encode(rendered)
-        shared = lengths[call.number]
-        whole = call.prefix_characters + call.own_characters
-        if self.continues(call, shared):
-            keep = call.branch_length
+        lengths = self.shared_text(rendered)
+        repeated = [c for c in self.calls if self.continues(c, lengths[c.number])]
+        parent_repeated = parent is not None and self.continues(parent, lengths[parent.number])
+        base = parent if parent_repeated else _latest_longest(repeated, lengths)
+        # A call that goes on from `base` may share more than it: a sibling of this request.
+        longer = [
+            c
+            for c in self.calls
+            if base is None or (lengths[c.number] > lengths[base.number] and _repeats(c, c.branch_length, base))
+        ]
+        call = _latest_longest(longer, lengths)
+        keep, characters = 0, 0
+        if call is not None:
+            call, keep, characters = _cut(model, call, lengths[call.number])
+        if base is not None:
+            shared, whole, kept = lengths[base.number], base.end, base.branch_length
             if shared < whole:  # the template does not repeat the stop token
-                keep, whole = keep - 1, whole - call.stop_characters
-            return call, keep, whole, model.encode(rendered, whole)
-        while True:
-            keep, characters = _safe_cut(model, call, shared)
-            if keep > call.prefix_length or call.prefix is None:
-                break
-            shared = min(shared, call.prefix_characters)
-            call = call.prefix
+                kept, whole = kept - 1, whole - base.stop_characters
+            if call is None or characters < whole:
+                call, keep, characters = base, kept, whole
         if keep == 0:
-            return None, 0, 0, model.encode(rendered)
+            call, characters = None, 0
         return call, keep, characters, model.encode(rendered, characters)
 
     # Adding a call
@@ -225,12 +244,15 @@ class History:
             messages=tuple(messages[plan.messages_keep :]),
             tools=tools,
             kind=kind,
+            ordinary=plan.new_marks,
         )
 
     def add(self, call: Recorded, model: TextModel, sampled_ids: list[int], reply: Message | None) -> None:
         """The call has been committed with these ids; from now on requests may continue it."""
         call.sampled_ids = sampled_ids
         call.sampled_text = model.decode(sampled_ids)
+        in_reply = model.ordinary_spellings(sampled_ids, call.sampled_text)
+        call.ordinary = (*call.ordinary, *(len(call.prompt_text) + at for at in in_reply))
         if sampled_ids and sampled_ids[-1] in model.stop_ids:
             call.stop_characters = len(model.decode(sampled_ids[-1:]))
         call.reply = reply
@@ -249,14 +271,17 @@ def plan_prompt(
         ids = model.encode(rendered)
         branch = parent.branch() if parent is not None else []
         fork = None if ids[: len(branch)] == branch else "retokenized"
-        return Plan(None, 0, 0, ids, rendered.text, parent, keep_messages, fork)
-    if mode == "sampled" and parent is not None and list(parent.tools) == list(tools) and parent.recognised(messages):
+        if parent is None and history.calls:
+            fork = _cause_without_parent(history, messages, tools)
+        return Plan(None, 0, 0, ids, rendered.text, parent, keep_messages, fork, _marks(rendered, 0))
+    if mode == "sampled" and parent is not None and list(parent.tools) == list(tools) and parent.continued(messages):
         plan = _keep_sampled(model, messages, parent, keep_messages, rendered, render)
         if plan is not None:
             return plan
-    call, keep, characters, ids = history.splice(model, rendered)
+    call, keep, characters, ids = history.splice(model, rendered, parent)
     fork = _cause(history, model, messages, tools, parent, call, keep, render)
-    return Plan(call, keep, characters, ids, rendered.text[characters:], parent, keep_messages, fork)
+    text, marks = rendered.text[characters:], _marks(rendered, characters)
+    return Plan(call, keep, characters, ids, text, parent, keep_messages, fork, marks)
 
 
 def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -> tuple[Sequence[Message], Plan]:
@@ -266,7 +291,7 @@ def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -
     """
     text = prompt if isinstance(prompt, str) else model.decode(prompt)
     if isinstance(prompt, str):
-        shared = history.shared_text(text)
+        shared = history.shared_text(Rendered(text))
         parents = [c for c in history.calls if c.sampled_ids and history.continues(c, shared[c.number])]
     else:
         ids = list(prompt)
@@ -277,7 +302,7 @@ def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -
         plan = Plan(None, 0, 0, ids, text, None, 0, "new" if history.calls else None)
         return [Message("prompt", text)], plan
     kept = parent.branch_length
-    characters = parent.prefix_characters + parent.own_characters
+    characters = parent.end
     if isinstance(prompt, str):
         if not text.startswith(parent.sampled_text, characters - len(parent.sampled_text)):
             kept, characters = kept - 1, characters - parent.stop_characters
@@ -295,24 +320,51 @@ def _keep_sampled(
     length = parent.conversation_length
     if length == len(messages):
         return None
-    # The template's text for what is new is what follows the last turn that is recorded. Its place is found by a
-    # stand-in for that turn's text, rendered with and without the new messages.
-    stand_in = "\U000f1ace"
-    echoed = messages[length - 1]
-    turn = Message("assistant", content=stand_in, tool_calls=echoed.tool_calls)
-    before = render([*messages[: length - 1], turn], False).text
-    after = render([*messages[: length - 1], turn, *messages[length:]], True)
-    ending = before[before.find(stand_in) :]
-    at = after.text.find(stand_in)
-    if stand_in not in before or at < 0 or not after.text.startswith(ending, at):
+    split = _split_after(messages, length, rendered, render)
+    if split is None:
         return None
-    start = at + len(ending)
+    ending, after, start = split
     # What closes the turn: after the stop token's text if it was sampled, else from the stop token on.
     closing = _closing(model, ending, parent.stop_characters > 0)
     ids = [*_encode(model, closing), *model.encode(after, start)]
     text = closing + after.text[start:]
-    characters = parent.prefix_characters + parent.own_characters
-    return Plan(parent, parent.branch_length, characters, ids, text, parent, keep, None)
+    marks = tuple(len(closing) + at for at in _marks(after, start))
+    return Plan(parent, parent.branch_length, parent.end, ids, text, parent, keep, None, marks)
+
+
+def _marks(rendered: Rendered, start: int) -> tuple[int, ...]:
+    return tuple(at - start for at, _ in rendered.marks if at >= start)
+
+
+def _split_after(
+    messages: Sequence[Message], length: int, rendered: Rendered, render: Render
+) -> tuple[str, Rendered, int] | None:
+    """Where the text of the first `length` messages, of which the last is the assistant's, ends in a rendering of all.
+
+    (how that turn ends, a rendering with a stand-in for what the turn says, where what is new starts in it). The place
+    is found by rendering the stand-in with and without what is new; templates that write no text beside calls show it
+    in a call's arguments. None: the template's text for earlier turns depends on later ones too much to tell.
+    """
+    stand_in = next(word for n in itertools.count() if (word := f"standin{n}") not in rendered.text)
+    echoed = messages[length - 1]
+    turns = [replace(echoed, content=stand_in, reasoning="")]
+    if echoed.tool_calls:
+        arguments = json.dumps({stand_in: stand_in})
+        last = replace(echoed.tool_calls[-1], arguments=arguments)
+        turns.append(replace(echoed, reasoning="", tool_calls=(*echoed.tool_calls[:-1], last)))
+    for turn in turns:
+        try:
+            before = render([*messages[: length - 1], turn], False).text
+            after = render([*messages[: length - 1], turn, *messages[length:]], True)
+        except (TemplateError, ControlTextError):
+            continue
+        at = after.text.rfind(stand_in)
+        if at < 0 or stand_in not in before:
+            continue
+        ending = before[before.rfind(stand_in) :]
+        if after.text.startswith(ending, at):
+            return ending, after, at + len(ending)
+    return None
 
 
 def _closing(model: TextModel, ending: str, stopped: bool) -> str:
@@ -347,29 +399,29 @@ def _cause(
         return None
     if parent is None:
         return _cause_without_parent(history, messages, tools)
-    if call is parent and keep >= parent.branch_length - (1 if parent.stop_characters else 0):
+    if call is not None and _repeats(call, keep, parent):
         return None
+    if not parent.continued(messages):
+        return "compaction" if _compacted(history, messages) else "rewrite"
     if list(parent.tools) != list(tools):
         return "tools"
-    length = parent.conversation_length
-    if parent.reply is None or not parent.recognised(messages):
-        return "rewrite"
-    # Would the text have gone on if the harness had echoed the reply as it was given? Restore one thing at a time.
-    echoed = messages[length - 1]
-    restored_reasoning = _replace(messages, length - 1, echoed, reasoning=parent.reply.reasoning)
-    restored_arguments = _replace(messages, length - 1, echoed, tool_calls=parent.reply.tool_calls)
-    restored_all = [*messages[: length - 1], parent.reply, *messages[length:]]
+    # Would the text have gone on if the harness had echoed what it was given? First its arguments alone, then all.
+    given = parent.conversation()
+    echoed, rest = messages[: len(given)], messages[len(given) :]
 
     def goes_on(candidate: Sequence[Message]) -> bool:
-        shared = history.shared_text(render(candidate, True).text)
+        try:
+            shared = history.shared_text(render([*candidate, *rest], True))
+        except (TemplateError, ControlTextError):
+            return False
         return history.continues(parent, shared[parent.number])
 
-    if echoed.reasoning != parent.reply.reasoning and goes_on(restored_reasoning):
-        return "reasoning"
-    if echoed.tool_calls != parent.reply.tool_calls and goes_on(restored_arguments):
+    restored = [replace(theirs, tool_calls=mine.tool_calls) for mine, theirs in zip(given, echoed, strict=True)]
+    if restored != list(echoed) and goes_on(restored):
         return "arguments"
-    if goes_on(restored_all):
-        return "reasoning" if echoed.reasoning != parent.reply.reasoning else "rewrite"
+    if goes_on(given):
+        dropped = any(mine.reasoning != theirs.reasoning for mine, theirs in zip(given, echoed, strict=True))
+        return "reasoning" if dropped else "rewrite"
     return "template"
 
 
@@ -377,6 +429,8 @@ def _cause_without_parent(history: History, messages: Sequence[Message], tools: 
     """A request that continues no call: a sibling of an earlier one, a new conversation, or a rewritten one."""
     if any(_equal_request(call, messages, tools) for call in history.calls):
         return None
+    if _compacted(history, messages):
+        return "compaction"
     first = _first_user(messages)
     if first is not None and any(_first_user(call.conversation()) == first for call in history.calls):
         return "rewrite"
@@ -393,15 +447,58 @@ def _first_user(messages: Sequence[Message]) -> str | None:
     return next((m.content.strip() for m in messages if m.role == "user"), None)
 
 
-def _replace(messages: Sequence[Message], index: int, echoed: Message, **changes: Any) -> list[Message]:
-    changed = Message(
-        role=echoed.role,
-        content=echoed.content,
-        reasoning=changes.get("reasoning", echoed.reasoning),
-        tool_calls=changes.get("tool_calls", echoed.tool_calls),
-        name=echoed.name,
-    )
-    return [*messages[:index], changed, *messages[index + 1 :]]
+#: Shorter replies ("yes", "done") stand in a later message by chance.
+_SHORTEST_SUMMARY = 24
+
+
+def _compacted(history: History, messages: Sequence[Message]) -> bool:
+    """Whether a new conversation carries an earlier call's reply in place of the history: a summary.
+
+    Harnesses put it into a user or system message, whole or without its tags, so that its longest line has to do. The
+    call that wrote it was asked for it: it is tagged as a compaction, or a user's message goes on from an earlier
+    conversation, or it was given no tools; and it calls none.
+    """
+    told = [m.content for m in messages if m.role in ("system", "developer", "user")]
+    for call in reversed(history.calls):
+        if call.reply is None or call.reply.tool_calls:
+            continue
+        asked = call.messages[-1] if call.messages else None
+        side = asked is not None and asked.role == "user" and (call.parent is not None or not call.tools)
+        if call.kind != "compaction" and not side:
+            continue
+        summary = call.reply.content.strip()
+        if call.kind == "compaction" and summary and any(m.content.strip() == summary for m in messages):
+            return True
+        line = max((line.strip() for line in summary.splitlines()), key=len, default="")
+        if len(line) >= _SHORTEST_SUMMARY and any(line in text for text in told):
+            return True
+    return False
+
+
+def _latest_longest(calls: Sequence[Recorded], lengths: dict[int, int]) -> Recorded | None:
+    return max(reversed(calls), key=lambda call: lengths[call.number], default=None)
+
+
+def _repeats(call: Recorded, length: int, other: Recorded) -> bool:
+    """Whether the first `length` ids of `call`'s branch begin with all of `other`'s (but its stop token)."""
+    node: Recorded | None = call
+    while node is not None:
+        if node is other:
+            return length >= other.branch_length - (1 if other.stop_characters else 0)
+        length = min(length, node.prefix_length)
+        node = node.prefix
+    return False
+
+
+def _spelled_alike(call: Recorded, count: int, marks: Sequence[tuple[int, int]]) -> int:
+    """`count` shared characters of the call's own text, less from where a control token stands on one side only.
+
+    What the model sampled stays what it was, whatever an echo of it spells.
+    """
+    start, sampled = call.prefix_characters, len(call.prompt_text)
+    theirs = {a - start for a, _ in marks if start <= a < start + count}
+    own = set(call.ordinary)
+    return min((at for at in own ^ theirs if at < count and not (at in theirs and at >= sampled)), default=count)
 
 
 def _literal_prefix(parent: Recorded | None, messages: Sequence[Message]) -> int:
@@ -430,15 +527,27 @@ def _common(text: str, start: int, other: str) -> int:
     return low
 
 
+def _cut(model: TextModel, call: Recorded, shared: int) -> tuple[Recorded | None, int, int]:
+    """Where to cut a branch that shares `shared` characters: (the call that holds the place, ids, characters)."""
+    while True:
+        keep, characters = _safe_cut(model, call, shared)
+        if keep > call.prefix_length or call.prefix is None:
+            return call, keep, characters
+        shared = min(shared, call.prefix_characters)
+        call = call.prefix
+
+
 def _safe_cut(model: TextModel, call: Recorded, shared: int) -> tuple[int, int]:
     """The last place in `call`'s own part, behind a control token and within `shared` characters: (ids, characters)."""
     best = (call.prefix_length, call.prefix_characters)
+    size = len(call.prompt_text)
+    in_reply = [at - size for at in call.ordinary if at >= size]
     pieces = (
-        (call.prompt_ids, call.prefix_length, call.prefix_characters),
-        (call.sampled_ids, call.prompt_length, call.prefix_characters + len(call.prompt_text)),
+        (call.prompt_ids, call.prompt_text, call.ordinary, call.prefix_length, call.prefix_characters),
+        (call.sampled_ids, call.sampled_text, in_reply, call.prompt_length, call.prefix_characters + size),
     )
-    for ids, first_id, first_character in pieces:
-        for count, characters in model.control_ends(ids):
+    for ids, text, ordinary, first_id, first_character in pieces:
+        for count, characters in model.control_ends(ids, text, ordinary):
             if first_character + characters <= shared:
                 best = (first_id + count, first_character + characters)
     return best
@@ -464,6 +573,7 @@ def recall(history: History, model: TextModel, calls: Sequence[Call]) -> None:
             tools=tools,
             kind=call.kind,
         )
+        recorded.ordinary = model.ordinary_spellings(recorded.prompt_ids, recorded.prompt_text)
         reply = Message.from_json(call.reply) if call.status == "ok" and call.reply else None
         history.add(recorded, model, list(call.sampled), reply)
         by_number[call.number] = recorded

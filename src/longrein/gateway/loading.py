@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from longrein.config import ConfigError
 from longrein.gateway.tokens import Rendered, TemplateError, TextModel
 
 Json = dict[str, Any]
+
+log = logging.getLogger("longrein.gateway")
 
 
 def model_folder(path: str) -> Path:
@@ -99,12 +102,15 @@ def load_text_model(
 def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
     """Find out what the template and the tokenizer do before the first request depends on it."""
     user = [{"role": "user", "content": "Hello"}]
+    said = {"role": "assistant", "content": "Yes."}
     try:
         without = model.render(user, None, generation_prompt=False).text
         with_prompt = model.render(user, None).text
+        answered = model.render([*user, said], None, generation_prompt=False).text
+        turns = model.render([*user, said, *user], None)
     except TemplateError as error:
-        raise ConfigError(f"{folder}: the chat template refuses a single user message: {error}") from None
-    if with_prompt == without or not with_prompt.startswith(without):
+        raise ConfigError(f"{folder}: the chat template refuses plain turns of user and assistant: {error}") from None
+    if not with_prompt.startswith(without) or (with_prompt == without and not _answers_at_once(without, answered)):
         raise ConfigError(
             f"{folder}: the chat template has no generation prompt: it gives the same text with and without "
             "add_generation_prompt, so the model would not know that it is its turn; set model.chat_template"
@@ -114,26 +120,45 @@ def _probe(model: TextModel, folder: Path, system_messages: str) -> None:
         raise ConfigError(
             f"{folder}: no end token: generation_config.json or tokenizer_config.json has to name an eos token"
         )
+    system = {"role": "system", "content": "Be brief."}
     if system_messages == "user":
         model.turn_system_into_user = True
     elif system_messages == "auto":
-        try:
-            model.render([{"role": "system", "content": "Be brief."}, *user], None)
-        except TemplateError:
-            model.turn_system_into_user = True
-    sample = '  Två  (ö) \n\n\t{"a": 1}  naïve, 東京 🙂 don\'t '
-    model.exact = model.decode(model.encode(Rendered(sample))) == sample
-    call = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    turn = [*user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        model.turn_system_into_user = not _takes(model, [system, *user])
+        # The roles alternate here once the second one has become the user's.
+        later = [system, *user, said, system]
+        model.turn_later_system_into_user = not model.turn_system_into_user and not _takes(model, later, times=2)
+        if model.turn_later_system_into_user:
+            log.info("system messages but the first are written as the user's: the template takes them nowhere else")
+    sample = '  Två  (ö) \n\n\t{"a": 1}  naïve, 東京 🙂 don\'t e\u0301 \u2581 '
+    model.exact = all(model.decode(model.encode(text)) == text.text for text in (Rendered(sample), turns))
+    _probe_calls(model, user)
+
+
+def _answers_at_once(asked: str, answered: str) -> bool:
+    """Whether the user's turn has an end behind which the answer stands without a header, as Mistral's [/INST]."""
+    ended = asked.rpartition("Hello")[2].strip() != ""
+    return ended and answered.startswith(asked) and answered[len(asked) :].lstrip().startswith("Yes.")
+
+
+def _probe_calls(model: TextModel, user: list[Json]) -> None:
+    """Which form of tool calls the template takes. Where it takes none it says so itself when a harness sends one."""
+    for text_arguments in (False, True):
+        for id in ("call_0123456789abcdef", "abcdef012"):
+            call = {"id": id, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+            model.text_arguments = text_arguments
+            if _takes(model, [*user, {"role": "assistant", "content": "", "tool_calls": [call]}]):
+                model.short_call_ids = len(id) == 9
+                return
+    model.text_arguments = False
+
+
+def _takes(model: TextModel, messages: list[Json], times: int = 0) -> bool:
+    """Whether the template takes `messages`, and writes the system message at least `times` times."""
     try:
-        model.render(turn, None)
+        return model.render(messages, None).text.count("Be brief.") >= times
     except TemplateError:
-        call["id"] = "abcdef012"
-        try:
-            model.render(turn, None)
-            model.short_call_ids = True
-        except TemplateError:
-            pass  # no tool calls at all: the template says so itself when a harness sends one
+        return False
 
 
 def _read_json(file: Path) -> Json:

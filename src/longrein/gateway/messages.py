@@ -80,11 +80,23 @@ class Message:
         return out
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments as an object, with the text they came in for templates that write that."""
+
+    text: str = ""
+
+
 def _parsed(arguments: str) -> Any:
     try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
+        value = json.loads(arguments) if arguments.strip() else {}
+        if "\\u" in arguments:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text that could be rendered
+    except (ValueError, RecursionError):
         return arguments
+    if isinstance(value, dict):
+        value = Arguments(value)
+        value.text = arguments if arguments.strip() else "{}"
+    return value
 
 
 def same(a: Message, b: Message) -> bool:

@@ -8,6 +8,7 @@ to the harness as it was sampled, as text, or as arguments where a stream has be
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
+from longrein.gateway.families import opener, recognise
 from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
 Json = dict[str, Any]
+
+log = logging.getLogger("longrein.gateway")
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,9 @@ class RendererParser:
 
     renderer: Any
     options: ParserOptions
+    model: TextModel
+    opener: str
+    """What opens a section of calls that its parser may leave out; empty: nothing is lost."""
     _ids: list[int] = field(default_factory=list)
     _text: str = ""
 
@@ -268,25 +275,55 @@ class RendererParser:
             self._ids, tools=list(self.options.tools) or None, prompt_ids=list(self.options.prompt_ids)
         )
         attempts = list(parsed.tool_calls or [])
-        # invalid_json says that a value was read as text: that is still a call.
-        broken = any(
-            not call.name or call.status not in ("ok", "invalid_json") or call.arguments is None for call in attempts
-        )
-        if broken or (attempts and not self.options.tools):
+        calls = [self._call(i, attempt) for i, attempt in enumerate(attempts)]
+        kept = f"{parsed.reasoning_content} {parsed.content}"
+        lost = not attempts and self.opener in self._text and self.opener not in kept
+        if None in calls or (attempts and not self.options.tools) or lost:
             return [Delta(content=self._text)] if self._text else []
-        out = []
+        out: list[Delta] = []
         if parsed.reasoning_content:
             out.append(Delta(reasoning=parsed.reasoning_content))
         if parsed.content:
             out.append(Delta(content=parsed.content))
-        for i, call in enumerate(attempts):
-            arguments = (
-                call.arguments
-                if isinstance(call.arguments, str)
-                else json.dumps(call.arguments or {}, ensure_ascii=False)
-            )
-            out.append(Delta(tool_call=ToolCall(call.id or self.options.call_id(i), call.name, arguments)))
-        return out
+        out.extend(Delta(tool_call=call) for call in calls)
+        behind = self._behind(attempts[-1].token_span) if attempts else ""
+        return [*out, Delta(content=behind)] if behind.strip() else out
+
+    def _behind(self, span: tuple[int, int] | None) -> str:
+        """Text behind the last call, which is content again; the marks that close calls are not."""
+        if span is None:
+            return ""
+        added = self.model.tokenizer.get_added_tokens_decoder()
+        return self.model.decode([id for id in self._ids[span[1] :] if id not in added])
+
+    def _call(self, index: int, attempt: Any) -> ToolCall | None:
+        """None when the attempt is malformed."""
+        # invalid_json beside an object says that a value was read as text: that is still a call.
+        if not attempt.name or attempt.status not in ("ok", "invalid_json") or not isinstance(attempt.arguments, dict):
+            return None
+        try:
+            arguments = json.dumps(attempt.arguments, ensure_ascii=False, allow_nan=False)
+            arguments.encode()
+        except ValueError:
+            return None
+        written = _written(attempt.raw, attempt.arguments)
+        return ToolCall(attempt.id or self.options.call_id(index), attempt.name, written or arguments)
+
+
+def _written(raw: str, arguments: Json) -> str | None:
+    """The arguments as the model wrote them, where the family writes them as JSON: bare, or inside the call's object."""
+    at = -1
+    for _ in range(2):
+        at = raw.find("{", at + 1)
+        if at < 0:
+            return None
+        try:
+            value, end = json.JSONDecoder().raw_decode(raw, at)
+        except ValueError:
+            return None
+        if value == arguments:
+            return raw[at:end]
+    return None
 
 
 @dataclass(frozen=True)
@@ -310,7 +347,9 @@ class RendererTokenizer:
 
     def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [ids] if isinstance(ids, int) else list(ids)
-        return self.model.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            return self.model.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.model.decode(ids)
 
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
         if isinstance(token, str):
@@ -326,30 +365,56 @@ class RendererTokenizer:
 
 
 def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[ParserOptions], ReplyParser]:
-    """The parser that model.parser names. `auto`: the family that `renderers` knows the model by, else Hermes.
+    """The parser that model.parser names. `auto`: the family that `renderers` knows the model by its hub name, else the
+    one whose tool calls the chat template writes, else Hermes.
 
-    Raises `ConfigError` for a family that does not exist, with the known ones.
+    Raises `ConfigError` for a family that does not exist, with the known ones, or that does not fit the tokenizer.
     """
+    return _named_parser(parser_name(model, model_path) if name == "auto" else name, model, model_path)
+
+
+def parser_name(model: TextModel, model_path: str) -> str:
+    """What `auto` stands for. Says in the log when nothing is recognised."""
+    names = recognise(model.source)
+    if not Path(model_path).exists():
+        from renderers.base import MODEL_RENDERER_MAP
+
+        family = MODEL_RENDERER_MAP.get(model_path)
+        # Qwen 3 speaks Hermes, which our own parser reads while it streams.
+        if family is not None and family != "default":
+            names = ("hermes",) if family == "qwen3" else (family, *names)
+    refused: list[str] = []
+    for name in names:
+        try:
+            _named_parser(name, model, model_path)
+        except ConfigError as error:
+            refused.append(str(error))
+        else:
+            return name
+    log.warning(
+        "model.parser: no parser is recognised for %s (%s); its replies are read as hermes: name one if that is wrong",
+        model_path,
+        refused[0] if refused else "its chat template writes no known form of tool call",
+    )
+    return "hermes"
+
+
+def _named_parser(name: str, model: TextModel, model_path: str) -> Callable[[ParserOptions], ReplyParser]:
     if name == "none":
         return lambda options: PlainParser()
     if name == "hermes":
         return HermesParser
-    if name == "auto" and Path(model_path).exists():
-        return HermesParser  # a folder has no name that tells its family; model.parser can
-    from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, _populate_registry
+    if name == "mistral":
+        from longrein.gateway.mistral import MistralParser
 
-    if name == "auto":
-        family = MODEL_RENDERER_MAP.get(model_path)
-        # Qwen 3 speaks Hermes, which our own parser reads while it streams.
-        if family is None or family in ("qwen3", "default"):
-            return HermesParser
-        name = family
+        return MistralParser
     from renderers import config_from_name, create_renderer
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
 
     _populate_registry()
     if name not in RENDERER_REGISTRY:
         known = ", ".join(sorted(RENDERER_REGISTRY))
-        raise ConfigError(f"model.parser: {name!r} is no parser; known are auto, hermes, none, {known}")
+        raise ConfigError(f"model.parser: {name!r} is no parser; known are auto, hermes, mistral, none, {known}")
     try:
         config: Any = config_from_name(name)
         renderer = create_renderer(RendererTokenizer(model, model_path), config)
@@ -357,13 +422,29 @@ def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[Parse
         raise ConfigError(
             f"model.parser: the {name} parser does not fit the tokenizer of {model_path}: {error}"
         ) from None
-    return lambda options: RendererParser(renderer, options)
+    return lambda options: RendererParser(renderer, options, model, opener(name))
+
+
+def read_json(text: str) -> Any:
+    """What strict JSON stands for. Raises `ValueError` for what a harness or a template could not read again: NaN,
+    half a surrogate pair, objects nested too deep."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _read_call(body: str, call_id: str) -> ToolCall | None:
     """A call's JSON, its arguments as the very text the model wrote; None when it is not a call."""
     try:
-        value = json.loads(body)
+        value = read_json(body)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

@@ -11,9 +11,11 @@ reads cannot end its own tool message.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +44,7 @@ class Rendered:
     marks: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(repr=False)
+@dataclass
 class TextModel:
     """A model's tokenizer, chat template and limits."""
 
@@ -55,6 +57,10 @@ class TextModel:
     context: int | None
     control_text: Literal["text", "refuse", "special"] = "text"
     turn_system_into_user: bool = False
+    turn_later_system_into_user: bool = False
+    """The template takes a system message first and nowhere else."""
+    text_arguments: bool = False
+    """The template writes tool-call arguments as the text they came in and refuses objects."""
     generation_prompt: str = ""
     short_call_ids: bool = False
     """The template accepts only tool-call ids of nine letters and digits."""
@@ -67,19 +73,30 @@ class TextModel:
     _control_pattern: re.Pattern[str] | None = None
     _plain: tokenizers.Tokenizer | None = None
     _anchor: tuple[str, int] | None = None
+    _stripping: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         added = self.tokenizer.get_added_tokens_decoder()
-        self.control = {token.content: id for id, token in added.items() if token.special}
+        # One character cannot be broken in two; no model writes a control token as one.
+        self.control = {t.content: id for id, t in added.items() if len(t.content) > 1 and _is_control(t)}
         self.control_ids = frozenset(self.control.values())
-        spellings = sorted(self.control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        # White space beside such a token belongs to it in place and would not behind a cut.
+        self._stripping = frozenset(id for id, t in added.items() if t.rstrip or t.lstrip)
+        self._control_pattern = re.compile(_any_of(list(self.control))) if self.control else None
         # A token that strips the white space beside it would swallow the start of what is encoded behind it.
-        clean = [(t.content, id) for id, t in added.items() if t.special and not t.rstrip and not t.lstrip]
+        clean = [
+            (t.content, id)
+            for id, t in added.items()
+            if t.special and not t.rstrip and not t.lstrip and self.tokenizer.decode([id], False) == t.content
+        ]
         preferred = [pair for pair in clean if pair[1] in self.stop_ids]
         self._anchor = (preferred or clean or [None])[0]
         self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        self._plain.add_special_tokens([tokenizers.AddedToken(s, special=True, normalized=False) for s in self.control])
         self._plain.encode_special_tokens = True
+
+    def __repr__(self) -> str:
+        return f"TextModel({self.name!r})"
 
     # Rendering
 
@@ -95,8 +112,10 @@ class TextModel:
 
         Raises `TemplateError` with the template's words, `ControlTextError` when content may not spell control tokens.
         """
-        if self.turn_system_into_user:
-            messages = _system_as_user(messages)
+        if self.turn_system_into_user or self.turn_later_system_into_user:
+            messages = _system_as_user(messages, keep_first=not self.turn_system_into_user)
+        if self.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
         mark = None
         if self.control_text != "special" and self._control_pattern is not None:
             mark = self._mark_for((messages, tools))
@@ -112,7 +131,8 @@ class TextModel:
         text = self._template(messages, tools, generation_prompt, clock)
         if mark is None:
             return Rendered(text)
-        return _unmark(text, mark, self._control_pattern)
+        # A template may write JSON in ASCII.
+        return _unmark(text.replace(f"\\u{ord(mark):04x}", mark), mark, self._control_pattern)
 
     def _template(
         self, messages: Sequence[Json], tools: Sequence[Json] | None, generation_prompt: bool, clock: float | None
@@ -192,7 +212,7 @@ class TextModel:
     def _encode_plain(self, text: str) -> list[int]:
         assert self._plain is not None
         ids = self._plain.encode(text, add_special_tokens=False).ids
-        if self.exact and self.decode(ids) != text:
+        if (self.exact and self.decode(ids) != text) or not self.control_ids.isdisjoint(ids):
             raise ControlTextError(
                 "message content spells a control token and this tokenizer cannot encode it as ordinary text; "
                 "set gateway.control_text = 'special' or take it out of the content"
@@ -200,19 +220,45 @@ class TextModel:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, control tokens kept, nothing cleaned up."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        """Text of `ids`, control tokens kept, nothing cleaned up.
 
-    def control_ends(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """After each control token of `ids`: (number of ids, number of characters) up to there."""
-        ends: list[tuple[int, int]] = []
+        Decoded behind a control token, as they were encoded: SentencePiece-style decoders drop a space at the start.
+        """
+        if self._anchor is None:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        anchor, anchor_id = self._anchor
+        return self.tokenizer.decode([anchor_id, *ids], skip_special_tokens=False)[len(anchor) :]
+
+    def ordinary_spellings(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Offsets in `text`, to which `ids` decode, of control tokens that ordinary tokens spell."""
+        if self._control_pattern is None:
+            return ()
+        spelled = [(found.start(), found.end()) for found in self._control_pattern.finditer(text)]
+        if len(spelled) == sum(id in self.control_ids for id in ids):
+            return ()
+        real: set[int] = set()
         start = characters = 0
         for i, id in enumerate(ids):
             if id in self.control_ids:
-                characters += len(self.decode(ids[start:i])) + len(self.decode([id]))
+                characters += len(self.decode(ids[start : i + 1]))
+                real.add(characters)
                 start = i + 1
-                ends.append((start, characters))
-        return ends
+        return tuple(start for start, end in spelled if end not in real)
+
+    def control_ends(self, ids: Sequence[int], text: str, ordinary: Collection[int]) -> list[tuple[int, int]]:
+        """Behind each control token of `ids`: (number of ids, number of characters of `text`) up to there.
+
+        `text` is what was encoded; at the offsets `ordinary` it spells a control token that is none. The tokenizer may
+        have normalised it: control tokens stand in both in the same order.
+        """
+        if self._control_pattern is None:
+            return []
+        places = [m.end() for m in self._control_pattern.finditer(text) if m.start() not in ordinary]
+        counts = [i + 1 for i, id in enumerate(ids) if id in self.control_ids]
+        if len(places) != len(counts):
+            return []
+        pairs = zip(counts, places, strict=True)
+        return [(count, place) for count, place in pairs if ids[count - 1] not in self._stripping]
 
 
 @dataclass
@@ -231,10 +277,10 @@ class Detokenizer:
             return ""  # perhaps half a character: the next token tells
         piece = text[self._emitted :]
         self._emitted = len(text)
-        # Keep one token of context: some decoders treat the first token of a run differently.
-        if len(self.ids) - self._start > 16:
+        # Keep one token of context, one that begins no half character: a decoder would give up on what follows it.
+        if len(self.ids) - self._start > 16 and "�" not in (last := self.model.decode(self.ids[-1:])):
             self._start = len(self.ids) - 1
-            self._emitted = len(self.model.decode(self.ids[self._start :]))
+            self._emitted = len(last)
         return piece
 
     def finish(self) -> str:
@@ -246,6 +292,24 @@ class Detokenizer:
 
 
 # Control spellings in content
+
+
+def _is_control(token: tokenizers.AddedToken) -> bool:
+    """Special tokens, and those between bars: DeepSeek's `<｜User｜>` is not marked special and is one all the same."""
+    return token.special or re.fullmatch(r"<([|｜]).+\1>", token.content, re.DOTALL) is not None
+
+
+def _any_of(words: Sequence[str]) -> str:
+    """A pattern of any of `words`, the longest that fits. Some models have a thousand: it is a tree, so that a
+    character that begins none costs one look."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+    branches = "|".join(re.escape(first) + _any_of(rest) for first, rest in rests.items())
+    if "" in words:
+        return f"(?:{branches})?" if branches else ""
+    return f"(?:{branches})" if len(rests) > 1 else branches
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -300,10 +364,35 @@ def _unmark(text: str, mark: str, pattern: re.Pattern[str] | None) -> Rendered:
     return Rendered(clean, tuple(spans))
 
 
-def _system_as_user(messages: Sequence[Json]) -> list[Json]:
-    """Merge system messages into the user turn that follows (or stand as one), for templates without a system role."""
+def _with_text_arguments(message: Json) -> Json:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    changed: list[Json] = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            text = getattr(arguments, "text", None)
+            text = text if text is not None else json.dumps(arguments, ensure_ascii=False)
+            call = {**call, "function": {**call["function"], "arguments": text}}
+        changed.append(call)
+    return {**message, "tool_calls": changed}
+
+
+def _system_as_user(messages: Sequence[Json], keep_first: bool) -> list[Json]:
+    """Merge system messages into the user turn that follows (or stand as one), for templates without a system role.
+
+    `keep_first`: system messages at the beginning stay, as one; for templates that take them nowhere else.
+    """
     out: list[Json] = []
     pending: list[str] = []
+    if keep_first:
+        first = list(itertools.takewhile(lambda m: m.get("role") in ("system", "developer"), messages))
+        if len(first) == 1:
+            out.append(first[0])
+        elif first:
+            out.append({**first[0], "content": "\n\n".join(str(m.get("content") or "") for m in first)})
+        messages = messages[len(first) :]
     for message in messages:
         if message.get("role") in ("system", "developer"):
             pending.append(str(message.get("content") or ""))
