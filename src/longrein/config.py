@@ -309,6 +309,10 @@ class Config(Section):
             )
         if self.engine.kind == "openai" and not self.engine.url:
             raise ValueError("engine.url: engine.kind = 'openai' needs the endpoint's URL")
+        if self.engine.url and self.engine.kind in ("vllm", "sglang"):
+            raise ValueError(
+                f"engine.url: is of kind openai; name the servers of kind {self.engine.kind} by engine.urls"
+            )
         if self.engine.urls and self.engine.kind not in ("vllm", "sglang"):
             raise ValueError(f"engine.urls: are servers of kind vllm or sglang; engine.kind is {self.engine.kind!r}")
         if wrong := [url for url in self.engine.urls if not url.startswith(("http://", "https://"))]:

@@ -28,6 +28,7 @@ from longrein.store import Store, store_url
 
 if TYPE_CHECKING:
     from longrein.gateway.engines.tokens import TokensEngine
+    from longrein.gateway.tokens import TextModel
 
 log = logging.getLogger("longrein.gateway")
 
@@ -82,6 +83,8 @@ class Gateway:
     calls: Calls = field(init=False)
     engine: TokensEngine | None = None
     """What samples at the registered endpoints; None where nothing does."""
+    model: TextModel | None = None
+    """What prompts are rendered and measured by, where they are."""
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
@@ -101,8 +104,12 @@ class Gateway:
     async def put_models(self, models: list[ModelEndpoint]) -> list[ModelEndpoint]:
         """Register endpoints, or the versions of known ones."""
         put = await self.store.put_models(models)
-        if self.engine is not None:
+        if self.engine is not None and self.model is not None:
             self.engine.refresh()
+            context = await self.engine.context()
+            if context is not None and (self.model.context is None or context < self.model.context):
+                log.info("prompts and replies have %d tokens together: an engine takes no more", context)
+                self.model.context = context
         return put
 
     async def register(self) -> None:
@@ -151,7 +158,7 @@ def open_gateway(config: Config) -> Gateway:
 
             gateway.calls = calls = TokenCalls(gateway)
             if isinstance(calls.policy, TokensEngine):
-                gateway.engine = calls.policy
+                gateway.engine, gateway.model = calls.policy, calls.model
                 gateway.engine.limit(config.engine.max_concurrent)
         else:
             from longrein.gateway.engines.openai import Passthrough

@@ -119,12 +119,13 @@ class Fleet:
     async def _watch(self) -> None:
         while True:
             self._look.clear()
-            await asyncio.gather(*(self._check(member) for member in self._members.values()))
+            await asyncio.gather(*(self.check(member) for member in self._members.values()))
             any_out = any(member.fault is not None for member in self._members.values())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), RETURN_EVERY if any_out else CHECK_EVERY)
 
-    async def _check(self, member: Member) -> None:
+    async def check(self, member: Member) -> None:
+        """Ask an endpoint for its health, and take it out or in by that."""
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await member.server.check(member.endpoint.version)

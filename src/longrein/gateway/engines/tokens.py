@@ -57,6 +57,13 @@ class TokensEngine:
         """The registered endpoints, or their versions, have changed."""
         self.fleet.members(self.endpoints())
 
+    async def context(self) -> int | None:
+        """Longest prompt plus reply in tokens that every endpoint takes, as far as they answer; None: not known."""
+        members = self.fleet.members(self.endpoints())
+        unknown = [m for m in members if m.server.context is None and m.endpoint.protocol != "tokens"]
+        await asyncio.gather(*(self.fleet.check(member) for member in unknown))
+        return min((m.server.context for m in members if m.server.context is not None), default=None)
+
     def limit(self, calls: int) -> None:
         """Let at most so many calls be at the endpoints at once; 0 sets no limit."""
         self._slots = asyncio.Semaphore(calls) if calls else nullcontext()
