@@ -130,6 +130,19 @@ async def test_an_endpoint_that_no_longer_answers_its_checks_is_left(
         await asyncio.wait_for(stuck.hung_up.wait(), 10)
 
 
+async def test_a_call_that_fails_leaves_the_other_calls_at_its_endpoint_alone(http: httpx.AsyncClient) -> None:
+    async with fake_engine(Stream([event(5)], "hang"), Refusal(500), Stream([event(2, finish="stop")])) as server:
+        engine = over(http, server)
+        async with aclosing(engine.generate(request())) as undisturbed:
+            await anext(undisturbed)
+            rest = asyncio.ensure_future(anext(undisturbed))
+            assert whole(await collect(engine, request())).ids == [2]
+            assert not rest.done()
+            rest.cancel()
+            await asyncio.wait({rest})
+    assert len(server.bodies(GENERATE)) == 3
+
+
 async def test_an_endpoint_that_is_out_gets_no_calls_until_it_is_back(http: httpx.AsyncClient) -> None:
     ok = Stream([event(2, finish="stop")])
     async with fake_engine(ok) as sick, fake_engine(ok) as other:

@@ -1,8 +1,8 @@
 """Which of a model's endpoints can be used now.
 
-While calls are being sampled every endpoint is asked for its health now and then. One that fails is taken out at once,
-asked more often, and comes back when it answers; calls that were waiting for its tokens are told. Without calls nothing
-is asked.
+While calls are being sampled every endpoint is asked for its health now and then. One that fails a call is out of use
+until it answers a check, which is made at once; one that fails its checks is lost: calls that wait for its tokens are
+told. It is asked more often then, and comes back when it answers. Without calls nothing is asked.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Member:
     server: Server
     fault: str | None = None
     """Why it is out; None: it is in."""
+    lost: bool = False
+    """Out, and nothing is to be expected of what it is sampling."""
     failed_checks: int = 0
     _waits: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -46,9 +48,9 @@ class Member:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Wait for something from the endpoint. Raises `Broken` as soon as it is out."""
-        if self.fault is not None:
-            raise Broken(self.fault)
+        """Wait for something from the endpoint. Raises `Broken` as soon as it is lost."""
+        if self.lost:
+            raise Broken(self._words())
         try:
             async with asyncio.timeout(None) as wait:
                 self._waits.add(wait)
@@ -57,17 +59,29 @@ class Member:
                 finally:
                     self._waits.discard(wait)
         except TimeoutError:
-            raise Broken(self.fault or f"the engine at {self.endpoint.endpoint} is out of use") from None
+            raise Broken(self._words()) from None
 
     def out(self, fault: str) -> None:
-        """Take it out of use; whoever waits for it is told."""
+        """Take it out of use: no further call goes there."""
         if self.fault is None:
             log.warning("engine %s is out of use: %s", self.endpoint.endpoint, fault)
         self.fault = fault
+
+    def lose(self, fault: str) -> None:
+        """Take it out of use, and tell whoever waits for it."""
+        self.out(fault)
+        self.lost = True
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             if not wait.expired():
                 wait.reschedule(now)
+
+    def back(self) -> None:
+        log.warning("engine %s is back in use", self.endpoint.endpoint)
+        self.fault, self.lost = None, False
+
+    def _words(self) -> str:
+        return self.fault or f"the engine at {self.endpoint.endpoint} was out of use"
 
 
 class Fleet:
@@ -134,11 +148,10 @@ class Fleet:
             gone = isinstance(error, httpx.ConnectError)
             if member.fault is not None or gone or member.failed_checks >= CHECKS:
                 words = str(error) or type(error).__name__
-                member.out(f"the engine at {member.endpoint.endpoint} fails its health check: {words}")
+                member.lose(f"the engine at {member.endpoint.endpoint} fails its health check: {words}")
             return
         member.failed_checks = 0
         if member.fault is not None:
-            log.warning("engine %s is back in use", member.endpoint.endpoint)
-            member.fault = None
+            member.back()
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
