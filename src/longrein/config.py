@@ -80,9 +80,15 @@ class Model(Section):
 
 
 class Engine(Section):
-    kind: Literal["embedded", "openai", "scripted"] = Field(
+    kind: Literal["embedded", "vllm", "sglang", "openai", "scripted"] = Field(
         default="embedded",
-        description="What samples tokens: the trainer's own process, a text-only OpenAI-compatible endpoint, or a Python function.",
+        description="What samples tokens: the trainer's own process, vLLM or SGLang servers, a text-only OpenAI-compatible endpoint, or a Python function.",
+    )
+    urls: list[str] = Field(
+        default=[], description="Servers of kind vllm or sglang. More may register by POST /api/models."
+    )
+    max_concurrent: int = Field(
+        default=0, ge=0, description="Calls that are at the engine's endpoints at once; 0 sets no limit."
     )
     url: str = Field(default="", description="Endpoint of kind openai, with its /v1.")
     model: str = Field(
@@ -311,6 +317,21 @@ class Config(Section):
             )
         if self.engine.kind == "openai" and not self.engine.url:
             raise ValueError("engine.url: engine.kind = 'openai' needs the endpoint's URL")
+        if self.engine.url and self.engine.kind in ("vllm", "sglang"):
+            raise ValueError(
+                f"engine.url: is of kind openai; name the servers of kind {self.engine.kind} by engine.urls"
+            )
+        if self.engine.urls and self.engine.kind not in ("vllm", "sglang"):
+            raise ValueError(f"engine.urls: are servers of kind vllm or sglang; engine.kind is {self.engine.kind!r}")
+        if wrong := [url for url in self.engine.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"engine.urls: {wrong[0]!r} is no http:// or https:// URL")
+        if self.engine.kind in ("vllm", "sglang") and not self.model.path:
+            raise ValueError(
+                f"model.path: engine.kind = {self.engine.kind!r} needs the model's folder or hub name: prompts are "
+                "rendered and encoded here"
+            )
+        if self.engine.kind == "scripted" and self.engine.max_concurrent:
+            raise ValueError("engine.max_concurrent: a function has no endpoints; leave it out")
         if self.engine.kind == "scripted" and not self.engine.script:
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
         if self.agent.command and self.agent.agent_class:

@@ -165,15 +165,20 @@ class NewEvent(Struct, forbid_unknown_fields=True):
 class ModelEndpoint(Struct, forbid_unknown_fields=True):
     """An endpoint that answers for a model name. `protocol` says how the gateway speaks to it.
 
-    openai: requests are passed through (Agent Lightning's way). tokens: token ids in, token ids out
-    (`POST {endpoint}/inference/v1/generate`). completions: token ids to an OpenAI-compatible `{endpoint}/completions`
-    that honours `return_token_ids`.
+    openai: requests are passed through (Agent Lightning's way). The others take token ids and give token ids: tokens
+    is the embedded engine's own, vllm and sglang are spoken to as those servers are. `endpoint` is the server's URL, with
+    or without its /v1.
     """
 
     model: str
     endpoint: str
     version: int = 0
-    protocol: Literal["openai", "tokens", "completions"] = "openai"
+    protocol: Literal["openai", "tokens", "vllm", "sglang"] = "openai"
+
+    @property
+    def root(self) -> str:
+        """The server's URL without the `/v1` that its OpenAI routes begin with."""
+        return self.endpoint.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class TerminalItem(Struct, forbid_unknown_fields=True):

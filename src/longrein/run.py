@@ -50,7 +50,7 @@ class Prepared:
 # What a run writes into its folder; --overwrite removes these and nothing else.
 _OWN = ("config.toml", "gateway.json", "metrics.jsonl", "report.md", "curve.png")
 _OWN_PATTERNS = ("eval-*.json", "store.sqlite*")
-_OWN_FOLDERS = ("attempts", "checkpoints", "logs", "tensorboard", "wandb")
+_OWN_FOLDERS = ("attempts", "checkpoints", "logs", "tensorboard", "wandb", "weights")
 
 
 def prepare(config: Config, *, resume: bool = False, overwrite: bool = False) -> Prepared:
@@ -293,7 +293,7 @@ def serve(checkpoint: str, port: int = 0) -> None:
             "model": config.model.model_copy(
                 update={"path": str(folder.resolve()) if folder.is_dir() else checkpoint, "lora": Lora()}
             ),
-            "engine": config.engine.model_copy(update={"kind": "embedded"}),
+            "engine": config.engine.model_copy(update={"kind": "embedded", "urls": []}),
             "gateway": config.gateway.model_copy(update={"url": "", "port": port, "key_file": ""}),
             "store": Store(),
             "warmup": Warmup(),

@@ -617,6 +617,16 @@ async def test_there_is_no_limit_of_concurrent_calls(served: Served, model: Upst
     assert [call["number"] for call in calls] == list(range(120))
 
 
+async def test_a_limit_of_concurrent_calls_is_kept(tmp_path: Path, model: Upstream) -> None:
+    async with serving(tmp_path, engine={"max_concurrent": 4}) as served:
+        await served.add()
+        await register(served, model)
+        model.expected = 4  # and so many are let in
+        answers = await asyncio.gather(*(ask(served) for _ in range(16)))
+        assert {got.status_code for got in answers} == {200}
+        assert model.most_open == 4
+
+
 # --- The run file's endpoint, and a teacher's
 
 

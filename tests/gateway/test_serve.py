@@ -18,7 +18,9 @@ from longrein.config import Config, ConfigError
 from longrein.gateway.serve import listen, open_gateway
 from longrein.store import Store
 
-from .serving import KEY, configured
+from .engines.fake_server import fake_server
+from .models import make_model_folder
+from .serving import KEY, configured, path, serving
 
 
 @contextmanager
@@ -94,6 +96,51 @@ async def test_a_key_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         open_gateway(Config.model_validate({"gateway": {"key_file": str(tmp_path / "empty")}}))
     assert os.listdir(tmp_path) == ["empty"]
+
+
+async def test_the_run_files_servers_are_the_models_endpoints_and_keep_their_versions(tmp_path: Path) -> None:
+    model = {"name": "policy", "path": str(make_model_folder(tmp_path / "model"))}
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2/v1"]
+    async with serving(tmp_path, model=model, engine={"kind": "vllm", "urls": urls[:1]}) as served:
+        others = [
+            {"model": "policy", "endpoint": "http://old", "protocol": "tokens"},
+            {"model": "m", "endpoint": "http://m"},
+        ]
+        trained = {"model": "policy", "endpoint": urls[0], "version": 6, "protocol": "vllm"}
+        assert (await served.http.post("/api/models", json=[*others, trained])).status_code == 201
+    engine = {"kind": "vllm", "urls": urls, "max_concurrent": 3}
+    async with serving(tmp_path, model=model, engine=engine) as served:
+        models = (await served.http.get("/api/models")).json()
+        assert [(m["model"], m["endpoint"], m["version"], m["protocol"]) for m in models] == [
+            ("m", "http://m", 0, "openai"),
+            ("policy", urls[0], 6, "vllm"),
+            ("policy", urls[1], 0, "vllm"),
+        ]
+        assert served.gateway.model_names() == ["policy"]
+        unknown = {"model": "policy", "endpoint": "http://a", "protocol": "completions"}
+        assert (await served.http.post("/api/models", json=[unknown])).status_code == 422
+
+
+async def test_a_prompt_is_measured_by_what_the_servers_take(tmp_path: Path) -> None:
+    def server(length: int):  # type: ignore[no-untyped-def]
+        card = {"id": "served", "max_model_len": length, "parent": None}
+        return fake_server({"/health": lambda body: {}, "/v1/models": lambda body: {"data": [card]}})
+
+    model = {"name": "policy", "path": str(make_model_folder(tmp_path / "model")), "context": 100}
+    async with server(60) as first, server(40) as second:
+        engine = {"kind": "vllm", "urls": [first.url]}
+        async with serving(tmp_path, model=model, engine=engine) as served:
+            await served.http.get("/api/models")  # the gateway has started
+            assert served.gateway.model is not None
+            assert served.gateway.model.context == 60
+            late = {"model": "policy", "endpoint": second.url, "protocol": "vllm"}
+            assert (await served.http.post("/api/models", json=[late])).status_code == 201
+            assert served.gateway.model.context == 40
+            headers = await served.start()
+            body = {"messages": [{"role": "user", "content": "a long question " * 8}]}
+            answer = await served.anonymous.post(path(), json=body, headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 async def test_a_store_elsewhere_leaves_no_run_folder(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ def test_tasks_that_are_needed_are_read_and_others_are_not(tmp_path: Path) -> No
     ("overrides", "said"),
     [
         (["engine.kind=openai", "engine.url=http://x/v1"], "engine.kind"),
+        (["engine.kind=sglang", "model.path=/m"], "engine.kind: this trainer gives its weights to vLLM"),
         ([], "model.path"),
         (["model.path=/m"], "agent.command"),
     ],

@@ -266,7 +266,7 @@ async def _list_models(request: Request) -> Response:
 
 async def _put_models(request: Request) -> Response:
     gateway = _administered(request)
-    return _answer(await gateway.store.put_models(await _body(request, list[ModelEndpoint])), 201)
+    return _answer(await gateway.put_models(await _body(request, list[ModelEndpoint])), 201)
 
 
 async def _clear_models(request: Request) -> Response:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
 import msgspec
@@ -23,8 +23,12 @@ from longrein.config import Config, ConfigError
 from longrein.gateway.access import Access
 from longrein.gateway.app import create_app
 from longrein.gateway.gate import Gate
-from longrein.records import Mode, Rollout
+from longrein.records import Mode, ModelEndpoint, Rollout
 from longrein.store import Store, store_url
+
+if TYPE_CHECKING:
+    from longrein.gateway.engines.tokens import TokensEngine
+    from longrein.gateway.tokens import TextModel
 
 log = logging.getLogger("longrein.gateway")
 
@@ -79,6 +83,10 @@ class Gateway:
     """For engines and endpoints; without a limit of connections or of the time an answer takes."""
     changes: Changes = field(default_factory=Changes)
     calls: Calls = field(init=False)
+    engine: TokensEngine | None = None
+    """What samples at the registered endpoints; None where nothing does."""
+    model: TextModel | None = None
+    """What prompts are rendered and measured by, where they are."""
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
@@ -94,6 +102,28 @@ class Gateway:
         if _by_tokens(config) or config.engine.kind == "openai":
             return [config.model.name]
         return list(dict.fromkeys(model.model for model in self.store.models()))
+
+    async def put_models(self, models: list[ModelEndpoint]) -> list[ModelEndpoint]:
+        """Register endpoints, or the versions of known ones."""
+        put = await self.store.put_models(models)
+        if self.engine is not None and self.model is not None:
+            self.engine.refresh()
+            context = await self.engine.context()
+            if context is not None and (self.model.context is None or context < self.model.context):
+                log.info("prompts and replies have %d tokens together: an engine takes no more", context)
+                self.model.context = context
+        return put
+
+    async def register(self) -> None:
+        """Make `engine.urls` the endpoints of the model; one that was known keeps its version."""
+        engine, name = self.config.engine, self.config.model.name
+        if not engine.urls:
+            return
+        known = self.store.models()
+        versions = {model.endpoint: model.version for model in known if model.model == name}
+        named = [ModelEndpoint(name, url, versions.get(url, 0), engine.kind) for url in engine.urls]  # type: ignore[arg-type]
+        await self.store.clear_models()
+        await self.put_models([*(model for model in known if model.model != name), *named])
 
     async def close(self) -> None:
         """Record what is still sampled as abandoned; let go of the connections and the store."""
@@ -127,8 +157,12 @@ def open_gateway(config: Config) -> Gateway:
         )
         if _by_tokens(config):
             from longrein.gateway.calls import TokenCalls
+            from longrein.gateway.engines.tokens import TokensEngine
 
-            gateway.calls = TokenCalls(gateway)
+            gateway.calls = calls = TokenCalls(gateway)
+            if isinstance(calls.policy, TokensEngine):
+                gateway.engine, gateway.model = calls.policy, calls.model
+                gateway.engine.limit(config.engine.max_concurrent)
         else:
             from longrein.gateway.engines.openai import Passthrough
 
@@ -141,7 +175,9 @@ def open_gateway(config: Config) -> Gateway:
 
 def _by_tokens(config: Config) -> bool:
     """Whether prompts are rendered and encoded here; an endpoint of kind openai takes text only."""
-    return config.engine.kind == "scripted" or (config.engine.kind == "embedded" and bool(config.model.path))
+    return config.engine.kind in ("scripted", "vllm", "sglang") or (
+        config.engine.kind == "embedded" and bool(config.model.path)
+    )
 
 
 def _run_key(config: Config) -> str:
@@ -203,6 +239,7 @@ class GatewayServer(uvicorn.Server):
         yield  # `serve` handles them: uvicorn's own handlers raise the signal again, before anything is closed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._gateway.register()
         await super().startup(sockets)
         if self._note is not None:
             part = self._note.with_suffix(".part")

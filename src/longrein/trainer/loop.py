@@ -88,6 +88,7 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
     from longrein.trainer.torch.learner import Learner
     from longrein.trainer.torch.policy import PolicyError, load_policy
     from longrein.trainer.torch.server import EngineServer
+    from longrein.trainer.vllm import VllmServers
 
     transformers.utils.logging.disable_progress_bar()
     if config.engine.threads:
@@ -101,7 +102,10 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
     except PolicyError as error:
         raise ConfigError(str(error)) from error
     learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
-    engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype, computer=computer)
+    if config.engine.kind == "vllm":
+        engine = VllmServers(policy, config.engine.urls, config.run.path / "weights", computer)
+    else:
+        engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype, computer=computer)
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:
         checkpoint.restore(resume, student)
@@ -356,9 +360,12 @@ async def fail_leftovers(client: Client) -> int:
 
 def refuse_untrainable(config: Config) -> None:
     """Raise `ConfigError` for a configuration that cannot train."""
-    if config.engine.kind != "embedded":
+    if config.engine.kind == "sglang":
+        raise ConfigError("engine.kind: this trainer gives its weights to vLLM servers only; train needs 'vllm'")
+    if config.engine.kind not in ("embedded", "vllm"):
         raise ConfigError(
-            f"engine.kind: {config.engine.kind!r} gives no tokens that this learner could train; train needs 'embedded'"
+            f"engine.kind: {config.engine.kind!r} gives no tokens that this learner could train; train needs 'embedded' "
+            "or 'vllm'"
         )
     if not config.model.path:
         raise ConfigError("model.path: train needs a model folder or hub name")

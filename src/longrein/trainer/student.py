@@ -1,14 +1,16 @@
 """The policy that is trained, the learner that updates it and the engine that samples from it, as one thing.
 
-A policy version is the number of optimizer updates the weights have seen. An update freezes the engine at a token
-boundary (it may compute with the very weights that change) and it stays frozen until the new version is published.
+A policy version is the number of optimizer updates the weights have seen. An update freezes the embedded engine at a
+token boundary (it may compute with the very weights that change) and it stays frozen until the new version is
+published. Engines that are servers of their own sample on until they are given the new weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from longrein.client import Client
 from longrein.records import ModelEndpoint
@@ -16,10 +18,41 @@ from longrein.records import ModelEndpoint
 if TYPE_CHECKING:
     from longrein.trainer.torch.learner import Learner
     from longrein.trainer.torch.policy import Policy
-    from longrein.trainer.torch.server import EngineServer
     from longrein.trajectory.batch import Row
 
 T = TypeVar("T")
+
+
+class PolicyEngine(Protocol):
+    """What samples from the policy: the embedded engine, or servers that are given its weights."""
+
+    @property
+    def protocol(self) -> Literal["tokens", "vllm"]:
+        """How the gateway speaks to it."""
+        ...
+
+    async def start(self) -> object:
+        """Be ready to be given weights."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def hold(self) -> None:
+        """Let nobody read the policy's weights until `release`."""
+        ...
+
+    def release(self) -> None: ...
+
+    async def compute(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run `work(*arguments)` in the thread that computes."""
+        ...
+
+    def exchanging(self, version: int, client: Client, name: str) -> AbstractAsyncContextManager[list[str]]:
+        """Take the policy's weights as `version`; the addresses of the model `name` that have them.
+
+        Inside the block nothing is sampled yet.
+        """
+        ...
 
 
 @dataclass
@@ -28,24 +61,27 @@ class Student:
 
     policy: Policy
     learner: Learner
-    engine: EngineServer
+    engine: PolicyEngine
     name: str
     """The model's name at the gateway."""
     version: int = 0
-    url: str = ""
-    """Where the engine listens, once started."""
     client: Client | None = None
     _held: bool = False
 
     async def start(self, client: Client) -> None:
         """Serve the policy and register it at the gateway."""
         self.client = client
-        self.url = await self.engine.start()
-        others = [known for known in await client.models() if (known.model, known.protocol) != (self.name, "tokens")]
-        await client.clear_models()  # an engine of the same name that a process left, which is gone
+        await self.engine.start()
+        others = [known for known in await client.models() if not self._replaces(known)]
+        await client.clear_models()
         if others:
             await client.put_models(others)
         await self.publish()
+
+    def _replaces(self, known: ModelEndpoint) -> bool:
+        """Whether an endpoint answers for the policy and will not be given its weights, such as one of a past run."""
+        given = known.protocol == self.engine.protocol == "vllm"
+        return known.model == self.name and known.protocol != "openai" and not given
 
     async def stop(self) -> None:
         await self.engine.stop()
@@ -68,9 +104,9 @@ class Student:
         """Give the engine the newest weights, tell the gateway their version, and let sampling go on."""
         assert self.client is not None, "start comes first"
         await self._hold()
-        await self.engine.refresh(self.version)
-        endpoint = ModelEndpoint(model=self.name, endpoint=self.url, version=self.version, protocol="tokens")
-        await self.client.put_models([endpoint])
+        async with self.engine.exchanging(self.version, self.client, self.name) as urls:
+            models = [ModelEndpoint(self.name, url, self.version, self.engine.protocol) for url in urls]
+            await self.client.put_models(models)
         self.engine.release()
         self._held = False
 

@@ -1,180 +1,227 @@
-"""Engines that take token ids over HTTP: the embedded one, and OpenAI-compatible completions with `return_token_ids`.
+"""Sampling at the endpoints of a model, whatever becomes of one of them.
 
-Endpoints register by POST /api/models with protocol `tokens` or `completions`. Calls of one rollout go to the same
-endpoint (rendezvous hashing), where their prefix is cached; adding an endpoint moves only its share.
+Endpoints register by POST /api/models (or stand in the run file). Calls of one rollout go to the same endpoint, where
+their prefix is cached. When an endpoint breaks off, the tokens so far become part of the prompt and the rest is sampled
+at another endpoint, or at the same once it is back: nobody who reads the reply can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import httpx
-import msgspec
 
 from longrein.gateway.engines import Chunk, EngineError, Feature, Generate
+from longrein.gateway.engines.embedded import EmbeddedServer
+from longrein.gateway.engines.health import Fleet, Member
+from longrein.gateway.engines.routing import choose_endpoint
+from longrein.gateway.engines.sglang import SglangServer
+from longrein.gateway.engines.vllm import VllmServer
+from longrein.gateway.engines.wire import Broken, Server
 from longrein.records import ModelEndpoint
 
-Json = dict[str, Any]
+log = logging.getLogger("longrein.gateway")
 
-# An endpoint that refuses connections may be starting: these waits (seconds) bridge it.
-_RETRY_WAITS = (0.1, 0.3, 1.0, 2.0)
+#: How often one call may be broken off before it fails, and how often an endpoint may have too much to do for it.
+MOST_BREAKS, MOST_BUSY = 8, 64
+#: Seconds that a call waits for an endpoint: for one that is out to come back, and for one to register at all.
+PATIENCE_SECONDS, REGISTRATION_SECONDS = 120.0, 3.0
+#: Seconds before an endpoint that just failed a call is asked again: the first time, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+
+SERVERS: dict[str, Callable[[httpx.AsyncClient, str], Server]] = {
+    "tokens": EmbeddedServer,
+    "vllm": VllmServer,
+    "sglang": SglangServer,
+}
 
 
-def choose_endpoint(endpoints: Sequence[ModelEndpoint], key: str) -> ModelEndpoint:
-    """Rendezvous hashing: the endpoint with the highest hash of (endpoint, key)."""
-    return max(endpoints, key=lambda e: hashlib.sha256(f"{e.endpoint}\0{key}".encode()).digest())
+class TokensEngine:
+    """Samples at the registered endpoints of a model."""
+
+    name = "policy"
+
+    def __init__(self, http: httpx.AsyncClient, endpoints: Callable[[], Sequence[ModelEndpoint]]):
+        """`endpoints()` gives those that are registered now."""
+        self.http = http
+        self.endpoints = endpoints
+        self.fleet = Fleet(self._connect)
+        self._slots: AbstractAsyncContextManager[None] = nullcontext()
+
+    def refresh(self) -> None:
+        """The registered endpoints, or their versions, have changed."""
+        self.fleet.members(self.endpoints())
+
+    async def context(self) -> int | None:
+        """Longest prompt plus reply in tokens that every endpoint takes, as far as they answer; None: not known."""
+        members = self.fleet.members(self.endpoints())
+        unknown = [m for m in members if m.server.context is None and m.endpoint.protocol != "tokens"]
+        await asyncio.gather(*(self.fleet.check(member) for member in unknown))
+        return min((m.server.context for m in members if m.server.context is not None), default=None)
+
+    def lacks(self, feature: Feature) -> str | None:
+        """Nothing: each protocol has guides and log-probabilities. What a server cannot do it says itself."""
+        return None
+
+    def limit(self, calls: int) -> None:
+        """Let at most so many calls be at the endpoints at once; 0 sets no limit."""
+        self._slots = asyncio.Semaphore(calls) if calls else nullcontext()
+
+    def _connect(self, endpoint: ModelEndpoint) -> Server:
+        server = SERVERS.get(endpoint.protocol)
+        if server is None:
+            raise EngineError(
+                f"the endpoint {endpoint.endpoint} has the protocol {endpoint.protocol!r}; expected {', '.join(SERVERS)}"
+            )
+        return server(self.http, endpoint.root)
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
+        """Sample; leaving the iterator early cancels the generation at its endpoint. Raises `EngineError`."""
+        async with self._slots:
+            with self.fleet.watched():
+                reply = Reply(request)
+                while reply.finish is None:
+                    member = await self._member(reply)
+                    stream = member.server.sample(reply.rest(), member.version)
+                    try:
+                        while reply.finish is None:
+                            async with member.waiting():
+                                chunk = await anext(stream, Chunk(finish_reason="abort"))
+                            for given in reply.take(chunk):
+                                yield given
+                            if chunk.finish_reason == "abort":
+                                raise Broken(f"the engine at {member.endpoint.endpoint} aborted the request", busy=True)
+                    except (Broken, httpx.HTTPError, httpx.InvalidURL) as error:
+                        await self._mend(reply, member, error)
+                    finally:
+                        await stream.aclose()
+                if reply.owed is not None:
+                    yield reply.owed
+
+    async def _member(self, reply: Reply) -> Member:
+        """The endpoint for the rest of a reply, once there is one. Raises `EngineError` when none comes in time."""
+        clock = asyncio.get_running_loop()
+        began, fault = clock.time(), ""
+        while True:
+            members = self.fleet.members(self.endpoints())
+            usable = [member for member in members if member.fault is None]
+            fresh = [member for member in usable if member.endpoint.endpoint != reply.failed_at]
+            if usable:
+                chosen = choose_endpoint([m.endpoint for m in fresh or usable], reply.request.rollout_id)
+                return next(m for m in usable if m.endpoint is chosen)
+            patience = PATIENCE_SECONDS if members else REGISTRATION_SECONDS
+            if members:
+                fault = "; ".join(member.fault or "" for member in members)
+            if clock.time() - began >= patience:
+                raise EngineError(fault or "no engine has registered for this model (POST /api/models)", 503)
+            await self.fleet.change(min(0.2, patience) if not members else 1.0)
+
+    async def _mend(self, reply: Reply, member: Member, error: Exception) -> None:
+        """After a break: see to it that the rest is sampled, or raise `EngineError`."""
+        words = str(error) or type(error).__name__
+        if not isinstance(error, Broken):
+            words = f"the engine at {member.endpoint.endpoint} broke off: {words}"
+        if isinstance(error, Broken) and error.busy:
+            reply.busy += 1
+            if reply.busy > MOST_BUSY:
+                raise EngineError(words, 503) from None
+        else:
+            reply.breaks += 1
+            self.fleet.failed(member, words)
+            if reply.breaks > reply.most_breaks:
+                raise EngineError(f"the reply was broken off {reply.breaks} times, the last time so: {words}") from None
+        reply.broken(words, member.endpoint.endpoint)
+        log.info("call %s goes on after %d tokens: %s", reply.request.request_id, len(reply.ids), words)
+        await asyncio.sleep(reply.pause())
 
 
 @dataclass
-class TokensEngine:
-    """Samples at the registered endpoints of the model."""
+class Reply:
+    """What has been sampled of a request, over all the endpoints that were asked."""
 
-    http: httpx.AsyncClient
-    endpoints: Callable[[], Sequence[ModelEndpoint]]
-    """The endpoints that answer for the model now."""
-    name: str = "policy"
+    request: Generate
+    ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+    owed: Chunk | None = None
+    """A last chunk that no endpoint gave."""
+    failed_at: str | None = None
+    """The endpoint that failed last."""
+    breaks: int = 0
+    busy: int = 0
+    parts: int = 0
+    _fruitless: int = 0
+    """Breaks since the last token."""
+    _kept: list[Chunk] = field(default_factory=list)
+    """Not given out yet."""
 
-    def lacks(self, feature: Feature) -> str | None:
-        """Only the tokens protocol has guides and the log-probabilities of other tokens."""
-        if feature == "logprobs":
-            return None
-        others = [e for e in self.endpoints() if e.protocol != "tokens"]
-        return f"the {others[0].protocol} protocol of the engine at {others[0].endpoint} has none" if others else None
+    @property
+    def _keeps(self) -> bool:
+        """A guided reply cannot be gone on with: its grammar would begin anew. Unless streamed it is given out whole."""
+        return self.request.guide is not None and not self.request.stream
 
-    async def generate(self, request: Generate) -> AsyncIterator[Chunk]:
-        for wait in (*_RETRY_WAITS, None):
-            endpoints = self.endpoints()
-            try:
-                if not endpoints:
-                    raise EngineError("no engine has registered for this model (POST /api/models)", 503)
-                endpoint = choose_endpoint(endpoints, request.rollout_id)
-                async with self._open(endpoint, request) as response:
-                    await _check(response, endpoint, request)
-                    async for chunk in _chunks(response, endpoint, request.stream):
-                        yield chunk
-                return
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                if wait is None:
-                    raise EngineError(f"the engine cannot be reached: {error}", 503) from None
-            except httpx.HTTPError as error:
-                raise EngineError(f"the engine broke off: {type(error).__name__}: {error}") from None
-            except EngineError as error:
-                if wait is None or error.status != 503:
-                    raise
-            await asyncio.sleep(wait)
+    @property
+    def most_breaks(self) -> int:
+        """A server may fail because of the guide, and would again."""
+        return MOST_BREAKS if self.request.guide is None else 1
 
-    def _open(self, endpoint: ModelEndpoint, request: Generate):
-        path, body = _tokens_body(request) if endpoint.protocol == "tokens" else _completions_body(endpoint, request)
-        return self.http.stream(
-            "POST",
-            endpoint.endpoint.rstrip("/") + path,
-            content=msgspec.json.encode(body),
-            headers={"content-type": "application/json"},
-            timeout=httpx.Timeout(10.0, read=None),
+    def rest(self) -> Generate:
+        """The request for what is still to be sampled."""
+        self.parts += 1
+        request, done = self.request, len(self.ids)
+        if self.parts == 1:
+            return request
+        return replace(
+            request,
+            request_id=f"{request.request_id}#{self.parts}",
+            token_ids=[*request.token_ids, *self.ids],
+            max_tokens=request.max_tokens - done,
+            seed=rest_seed(request.seed, done),
         )
 
+    def take(self, chunk: Chunk) -> list[Chunk]:
+        """Take in a chunk; what can be given out."""
+        self.ids.extend(chunk.token_ids)
+        if chunk.token_ids:
+            self._fruitless = 0
+        if chunk.finish_reason == "abort":
+            chunk = Chunk(chunk.token_ids, chunk.logprobs, chunk.versions, None, chunk.top_logprobs)
+        self.finish = chunk.finish_reason
+        if self._keeps:
+            self._kept.append(chunk)
+            return self._kept if self.finish is not None else []
+        return [chunk] if chunk.token_ids or chunk.finish_reason is not None else []
 
-def _tokens_body(request: Generate) -> tuple[str, Json]:
-    sampling: Json = {
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "stop_token_ids": request.stop_token_ids,
-        "seed": request.seed,
-    }
-    if request.guide is not None:
-        sampling["guide"] = request.guide
-    if request.top_logprobs:
-        sampling["top_logprobs"] = request.top_logprobs
-    body = {
-        "request_id": request.request_id,
-        "token_ids": request.token_ids,
-        "stream": request.stream,
-        "sampling_params": sampling,
-    }
-    return "/inference/v1/generate", body
+    def broken(self, words: str, url: str) -> None:
+        """The endpoint at `url` broke off. Raises `EngineError` if that cannot be mended."""
+        self.failed_at = url
+        self._fruitless += 1
+        if self._keeps:
+            self.ids, self._kept = [], []
+        elif self.ids and self.request.guide is not None:
+            raise EngineError(f"{words}; a guided reply that was given out in part cannot be gone on with")
+        elif self.ids and self.ids[-1] in self.request.stop_token_ids:
+            self._end("stop")
+        elif len(self.ids) >= self.request.max_tokens:
+            self._end("length")
 
+    def pause(self) -> float:
+        """Seconds to wait before the next try."""
+        if self.finish is not None or self._fruitless <= 1:
+            return 0.0
+        return min(FIRST_PAUSE * 2.0 ** (self._fruitless - 2), LONGEST_PAUSE)
 
-def _completions_body(endpoint: ModelEndpoint, request: Generate) -> tuple[str, Json]:
-    body: Json = {
-        "model": endpoint.model,
-        "prompt": request.token_ids,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "stop_token_ids": request.stop_token_ids,
-        "seed": request.seed,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "stream": request.stream,
-    }
-    if request.top_k:
-        body["top_k"] = request.top_k
-    return "/completions", body
+    def _end(self, reason: str) -> None:
+        """Everything had come but the end."""
+        self.finish, self.owed = reason, Chunk(finish_reason=reason)
 
 
-async def _check(response: httpx.Response, endpoint: ModelEndpoint, request: Generate) -> None:
-    if response.status_code == 200:
-        return
-    text = (await response.aread()).decode(errors="replace")[:500]
-    if response.status_code == 400 and request.guide is not None:
-        raise EngineError(f"the engine at {endpoint.endpoint} cannot follow the guide: {text}", 400)
-    status = 503 if response.status_code in (429, 503) else 502
-    raise EngineError(f"the engine at {endpoint.endpoint} answered {response.status_code}: {text}", status)
-
-
-async def _chunks(response: httpx.Response, endpoint: ModelEndpoint, stream: bool) -> AsyncIterator[Chunk]:
-    """The chunks of a response; raises `EngineError` when it ends before its finish reason."""
-    read = _tokens_chunk if endpoint.protocol == "tokens" else lambda data: _completions_chunk(data, endpoint)
-    finished = False
-    if not stream:
-        yield read(await response.aread())
-        return
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            break
-        chunk = read(data.encode())
-        finished = finished or chunk.finish_reason is not None
-        yield chunk
-    if not finished:
-        raise EngineError(f"the engine at {endpoint.endpoint} ended its stream before the reply was finished")
-
-
-def _tokens_chunk(data: bytes) -> Chunk:
-    try:
-        return msgspec.json.decode(data, type=Chunk)
-    except msgspec.DecodeError as error:
-        raise EngineError(
-            f"the engine's answer is not what the tokens protocol says: {error}: {data[:200]!r}"
-        ) from None
-
-
-def _completions_chunk(data: bytes, endpoint: ModelEndpoint) -> Chunk:
-    try:
-        body = msgspec.json.decode(data, type=Json)
-        if "error" in body:
-            raise EngineError(f"the engine at {endpoint.endpoint} failed: {body['error']}")
-        choices = body["choices"]
-        if not choices:
-            return Chunk()
-        choice = choices[0]
-        ids = choice.get("token_ids") or []
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        if choice.get("text") and not ids:
-            raise EngineError(
-                f"the engine at {endpoint.endpoint} gave text without token ids: it does not honour return_token_ids"
-            )
-        versions = [(endpoint.version, len(ids))] if ids else []
-        return Chunk(ids, logprobs if ids else None, versions, choice.get("finish_reason"))
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(
-            f"the engine at {endpoint.endpoint} answered no completion: {error}: {data[:200]!r}"
-        ) from None
+def rest_seed(seed: int, done: int) -> int:
+    """The seed for what comes behind the first `done` tokens of a reply (63 bits)."""
+    if not done:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{done}".encode()).digest()[:8], "big") >> 1

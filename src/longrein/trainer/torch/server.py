@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,6 +35,9 @@ from longrein.trainer.torch.guide import Guide, GuideError, Guides
 from longrein.trainer.torch.policy import Policy, refresh, sampling_model
 from longrein.trainer.torch.sampler import Sample, Sampler, Sampling
 from longrein.trainer.torch.threads import Threads
+
+if TYPE_CHECKING:
+    from longrein.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +98,8 @@ class EngineServer:
     `computer` is the one thread in which this process computes; best the one that loaded the policy. `stop` ends it.
     """
 
+    protocol: Literal["tokens"] = "tokens"
+
     def __init__(
         self,
         policy: Policy,
@@ -118,6 +124,8 @@ class EngineServer:
         self._stepping = False
         self._stopping = False
         self._busy_seconds = 0.0
+        self.url = ""
+        """Where it listens, once started."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -146,7 +154,8 @@ class EngineServer:
             uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        return f"http://{host}:{listener.getsockname()[1]}"
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        return self.url
 
     async def stop(self) -> None:
         """End all requests and the computing thread."""
@@ -196,6 +205,12 @@ class EngineServer:
         """Take the learner's weights as policy version `version`. The engine has to be held."""
         await self.compute(refresh, self._model, self.policy)
         self._sampler.changed(version)
+
+    @asynccontextmanager
+    async def exchanging(self, version: int, client: Client, name: str) -> AsyncIterator[list[str]]:
+        """Take the learner's weights as policy version `version`; the address. The engine has to be held."""
+        await self.refresh(version)
+        yield [self.url]
 
     def stats(self) -> dict[str, float]:
         """Counts since the start: tokens decoded, computed and reused of prompts, seconds busy, requests in flight."""
