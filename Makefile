@@ -1,5 +1,6 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
+# make test-harnesses   install the harnesses too, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
 # For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -9,7 +10,7 @@ SEEDS ?= 0 1 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-harnesses lint format bench clean
 
 setup: $(READY)
 
@@ -35,6 +36,10 @@ demo-tiny: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-harnesses: setup
+	$(BIN)/python -m tests.harnesses.install
+	LONGREIN_TEST_HARNESSES=all LONGREIN_HARNESS_PAGE=docs/harnesses.md $(BIN)/python -m pytest tests/harnesses
 
 lint: setup
 	$(BIN)/ruff check .

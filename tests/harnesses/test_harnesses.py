@@ -1,0 +1,173 @@
+"""Real harnesses in front of a real gateway: they get their work done, and the tree of what they did is exact.
+
+The harnesses are installed by `make test-harnesses`, which runs all of this; the tests of those that are not installed
+are skipped. Without LONGREIN_TEST_HARNESSES=all only the cheap ones are run, in fewer manners.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gateway.running import RunningGateway
+from longrein.gateway.tokens import TextModel
+
+from .conftest import Breakable, Gateways, Runs
+from .drivers import DRIVERS, Driver
+from .engine import BreakableEngine, Fault
+from .install import missing
+from .runs import (
+    Run,
+    check_accounts,
+    check_success,
+    check_texts,
+    execute,
+    main_calls,
+    prepare,
+    run,
+    shape,
+)
+from .table import Figures
+
+ALL = os.environ.get("LONGREIN_TEST_HARNESSES") == "all"
+CHOSEN = [driver for driver in DRIVERS if ALL or driver.cheap]
+MANNERS = ("plain", "thinking", "odd") if ALL else ("thinking", "odd")
+HOLD_SECONDS = 90
+
+pytestmark = pytest.mark.timeout(900)
+
+each = pytest.mark.parametrize("driver", CHOSEN, ids=lambda driver: f"{driver.name} {driver.dialect}")
+
+
+@each
+@pytest.mark.parametrize("manner", MANNERS)
+def test_a_harness_does_its_task_and_its_tree_is_exact(
+    driver: Driver, manner: str, runs: Runs, text_model: TextModel, measured: Figures
+) -> None:
+    done = runs(driver, manner, "faithful")
+    check_success(done)
+    ledger = check_accounts(done.calls)
+    check_texts(done.calls, text_model)
+    assert {call.dialect for call in done.calls} == {driver.dialect}
+    assert {call.status for call in done.calls} == {"ok"}
+    chain = [call for call in done.calls if call.kind != "title"] if driver.calculator else main_calls(done.calls)
+    assert [call.fork for call in chain[1:]] == list(driver.forks[manner])
+    assert [call.parent for call in chain] == [None, *(call.number for call in chain[:-1])]
+    assert [call.kind for call in done.calls].count("title") == driver.title
+    titles = sum(len(call.sampled) for call in done.calls if call.kind == "title")
+    assert ledger.trained == ledger.sampled - titles
+    measured.add("faithful", done)
+
+
+@each
+@pytest.mark.parametrize("history", ["sampled", "rendered"])
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.skipif(not ALL, reason="other histories are measured by make test-harnesses")
+def test_other_histories_lose_nothing(driver: Driver, manner: str, history: str, runs: Runs, measured: Figures) -> None:
+    done = runs(driver, manner, history)
+    check_success(done)
+    check_accounts(done.calls)
+    assert [one[3] for one in shape(done.calls)] == [one[3] for one in shape(runs(driver, manner, "faithful").calls)]
+    measured.add(history, done)
+
+
+@each
+@pytest.mark.parametrize("kind", ["failure", "cut"])
+def test_a_broken_engine_is_not_noticed(
+    driver: Driver,
+    kind: str,
+    runs: Runs,
+    breakable: RunningGateway,
+    engine: BreakableEngine,
+    tmp_path: Path,
+    measured: Figures,
+) -> None:
+    done, fault = broken(driver, kind, breakable, engine, tmp_path)
+    assert fault.happened.is_set()
+    check_unchanged(done, runs(driver, "thinking", "faithful"))
+    measured.survived[driver].add(kind)
+
+
+def broken(
+    driver: Driver,
+    kind: str,
+    gateway: RunningGateway,
+    engine: BreakableEngine,
+    folder: Path,
+    struck: Callable[[], None] = lambda: None,
+) -> tuple[Run, Fault]:
+    """A run that a fault befalls."""
+    rollout, place = prepare(driver, gateway, folder, "thinking")
+    fault = engine.faults[rollout] = Fault(kind, 0 if driver.calculator else 1, struck)
+    answer = execute(driver, place)
+    return Run(driver, "thinking", rollout, answer, place.work, gateway.calls(rollout)), fault
+
+
+def check_unchanged(done: Run, reference: Run) -> None:
+    """The answer and the tree of the answered calls are those of a run without the fault."""
+    check_success(done)
+    assert shape(done.calls) == shape(reference.calls)
+    ledger = check_accounts(done.calls)
+    assert ledger.trained == check_accounts(reference.calls).trained
+    assert set(ledger.untrained) <= {"abandoned", "call error", "side call"}
+
+
+@pytest.fixture(scope="module")
+def held(
+    over_engine: Breakable, engine: BreakableEngine, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Driver, Run | BaseException]:
+    """Each harness's run that was held in the middle. All at once, since each of them mostly waits."""
+
+    def hold(driver: Driver) -> Run:
+        gateway = over_engine()
+
+        def pause() -> None:
+            gateway.http.post("/proxy/pause", json={}).raise_for_status()
+            threading.Timer(HOLD_SECONDS, lambda: gateway.http.post("/proxy/resume")).start()
+
+        done, fault = broken(driver, "pause", gateway, engine, tmp_path_factory.mktemp("held"), pause)
+        assert fault.happened.is_set()
+        return done
+
+    chosen = [driver for driver in CHOSEN if not missing(driver.install)]
+    with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+        futures = {driver: pool.submit(hold, driver) for driver in chosen}
+    return {driver: future.exception() or future.result() for driver, future in futures.items()}
+
+
+@each
+def test_a_hold_is_not_noticed(
+    driver: Driver, held: dict[Driver, Run | BaseException], runs: Runs, measured: Figures
+) -> None:
+    done = held[driver]
+    if isinstance(done, BaseException):
+        raise done
+    assert max(call.finished_at - call.started_at for call in done.calls) > HOLD_SECONDS - 1
+    check_unchanged(done, runs(driver, "thinking", "faithful"))
+    measured.survived[driver].add("hold")
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [driver for driver in CHOSEN if driver.name in ("Claude Code", "Codex CLI", "opencode", "qwen-code")],
+    ids=lambda driver: driver.name,
+)
+def test_sub_agents_are_branches_of_their_own(
+    driver: Driver, scripted: Gateways, tmp_path: Path, text_model: TextModel
+) -> None:
+    done = run(driver, scripted("faithful"), tmp_path, "thinking", delegated=True)
+    assert "sum 391" in done.answer
+    check_accounts(done.calls)
+    check_texts(done.calls, text_model)
+    subs = [call for call in done.calls if call.kind == "sub-agent"]
+    assert len([call for call in subs if call.parent is None]) == 2
+    assert len(subs) == 4
+    roots = {call.number for call in subs if call.parent is None}
+    assert {call.parent for call in subs if call.parent is not None} == roots
+    main = [call for call in done.calls if call.kind == "main"]
+    assert [call.parent for call in main] == [None, *(call.number for call in main[:-1])]
