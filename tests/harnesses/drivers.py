@@ -31,7 +31,7 @@ class Place:
 Command = Callable[[Place], list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Driver:
     """One way of running one harness."""
 
@@ -50,6 +50,9 @@ class Driver:
     """Asks for a title beside its first call."""
     calculator: bool = False
     """Has no shell, but a calculator from an MCP server."""
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.dialect})"
 
     @property
     def cheap(self) -> bool:
@@ -177,12 +180,13 @@ def _opencode_environment(place: Place) -> dict[str, str]:
 
 #: Every call continues the one before it.
 _CHAIN = (None, None, None)
-#: The harness gives back what it was given, byte for byte; the template spells odd arguments in its own way.
+#: The harness gives back what it was given, byte for byte or as equal JSON; the template spells odd arguments in its
+#: own way.
 _EXACT = {"plain": _CHAIN, "thinking": _CHAIN, "odd": ("template", "template", "template")}
 #: It leaves reasoning out of what it gives back.
 _FORGETS = {"plain": _CHAIN, "thinking": ("reasoning",) * 3, "odd": ("template",) * 3}
-#: It writes arguments anew.
-_REWRITES = {"plain": _CHAIN, "thinking": _CHAIN, "odd": ("arguments",) * 3}
+#: It gives reasoning back as text.
+_TELLS = {"plain": _CHAIN, "thinking": ("rewrite", "reasoning", "rewrite"), "odd": ("rewrite", "template", "rewrite")}
 
 DRIVERS = [
     Driver(
@@ -276,7 +280,7 @@ DRIVERS = [
         _qwen,
         streams=True,
         environment=lambda place: {**_openai(place), "OPENAI_MODEL": "policy"},
-        forks=_REWRITES,
+        forks=_EXACT,
     ),
     Driver(
         "opencode",
@@ -286,7 +290,7 @@ DRIVERS = [
         streams=True,
         environment=_opencode_environment,
         prepare=_opencode_files,
-        forks=_REWRITES,
+        forks=_EXACT,
         title=True,
     ),
     *(
@@ -296,7 +300,7 @@ DRIVERS = [
             dialect,
             _python("pydantic-ai", "pydantic_ai_agent", dialect),
             environment=_openai,
-            forks=_REWRITES,
+            forks=_TELLS if dialect == "responses" else _EXACT,
         )
         for dialect in ("chat", "responses")
     ),

@@ -26,7 +26,7 @@ from longrein.gateway.loading import load_text_model
 from longrein.gateway.serve import listen
 from longrein.gateway.tokens import TextModel
 
-from .scripts import script
+from .scripts import script, turns
 
 Json = dict[str, Any]
 
@@ -78,8 +78,7 @@ class BreakableEngine:
 
     def _fault(self, rollout: str, messages: Sequence[Json], tools: Sequence[Json]) -> Fault | None:
         fault = self.faults.get(rollout)
-        turns = sum(message["role"] == "assistant" for message in messages)
-        if fault is None or fault.happened.is_set() or not tools or turns != fault.turn:
+        if fault is None or fault.happened.is_set() or not tools or turns(messages) != fault.turn:
             return None
         fault.happened.set()
         return fault

@@ -85,7 +85,7 @@ def script(messages: list[Json], tools: list[Json]) -> str:
     if "calculate" in names:
         return _written(manner, "", [("calculate", {"expression": "17 * 23"})])
     vocabulary = next(tools for name, tools in VOCABULARIES.items() if name in names)
-    turn = _turns(messages)
+    turn = turns(messages)
     if "Errand" in task:
         return _errand(vocabulary, manner, turn, messages)
     if "sub-agents" in task:
@@ -167,8 +167,10 @@ def _read(tools: Tools, messages: Sequence[Json]) -> tuple[str, Json]:
     return name, {**dict(more), key: f"{folder}/notes.txt"}
 
 
-def _turns(messages: Sequence[Json]) -> int:
-    return sum(message["role"] == "assistant" for message in messages)
+def turns(messages: Sequence[Json]) -> int:
+    """Replies so far. A harness may give one back as several messages in a row, reasoning first."""
+    roles = [message["role"] for message in messages]
+    return sum(role == "assistant" and before != "assistant" for before, role in zip(["", *roles], roles, strict=False))
 
 
 def _number(messages: Sequence[Json]) -> str:
@@ -185,7 +187,8 @@ def _found(pattern: str, text: str, default: str) -> str:
 def _written(manner: str, text: str, calls: Sequence[tuple[str, Json]]) -> str:
     """The reply in Hermes' form: reasoning, text, tool calls."""
     thinks = manner != "plain"
-    out = "<think>Let me think:  what is next? </think>" if thinks else ""
+    thought = "Let me think: what is next?" if manner == "thinking" else "Let me think:  what is next? "
+    out = f"<think>{thought}</think>" if thinks else ""
     if manner == "odd" and text and calls:
         text = f"  {text}\n\n"
     out += text

@@ -97,7 +97,7 @@ def gateway(model: Path, tmp_path: Path) -> Iterator[RunningGateway]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("driver", TALKERS, ids=lambda driver: f"{driver.name} {driver.dialect}")
+@pytest.mark.parametrize("driver", TALKERS, ids=repr)
 def test_whatever_the_model_says(driver: Driver, model: Path, gateway: RunningGateway, tmp_path: Path) -> None:
     rollout, place = prepare(driver, gateway, tmp_path / "run", "plain")
     with suppress(AssertionError):  # most replies are nonsense, and the harness may say so

@@ -41,7 +41,7 @@ HOLD_SECONDS = 90
 
 pytestmark = pytest.mark.timeout(900)
 
-each = pytest.mark.parametrize("driver", CHOSEN, ids=lambda driver: f"{driver.name} {driver.dialect}")
+each = pytest.mark.parametrize("driver", CHOSEN, ids=repr)
 
 
 @each
@@ -155,7 +155,7 @@ def test_a_hold_is_not_noticed(
 @pytest.mark.parametrize(
     "driver",
     [driver for driver in CHOSEN if driver.name in ("Claude Code", "Codex CLI", "opencode", "qwen-code")],
-    ids=lambda driver: driver.name,
+    ids=repr,
 )
 def test_sub_agents_are_branches_of_their_own(
     driver: Driver, scripted: Gateways, tmp_path: Path, text_model: TextModel
