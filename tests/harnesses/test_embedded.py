@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,14 @@ from .runs import check_accounts, check_texts, execute, prepare
 pytest.importorskip("torch")
 
 REAL = Path.home() / ".cache" / "longrein" / "smollm2-135m"
+#: mini-swe-agent asks again until its steps are used up; the Agents SDK takes any text for the answer.
+STEPS = ["-c", "mini.yaml", "-c", "agent.step_limit=3"]
 TALKERS = [
-    driver
+    replace(driver, command=lambda place, base=driver.command: [*base(place), *STEPS])
+    if driver.name == "mini-swe-agent"
+    else driver
     for driver in DRIVERS
-    if driver.name == "mini-swe-agent" or driver.name.startswith("OpenAI Agents SDK, streamed")
+    if driver.name in ("mini-swe-agent", "OpenAI Agents SDK, streamed")
 ]
 
 
@@ -67,6 +72,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 ENGINE = """
 import asyncio, sys
+from longrein import config
 from longrein.trainer.torch.policy import load_policy
 from longrein.trainer.torch.server import EngineServer
 
@@ -91,7 +97,9 @@ def gateway(model: Path, tmp_path: Path) -> Iterator[RunningGateway]:
         running_gateway(tmp_path / "gateway", options, context=CONTEXT) as gateway,
     ):
         assert process.stdout is not None
-        register(gateway, process.stdout.readline().strip())
+        url = process.stdout.readline().strip()
+        assert url, "the engine did not start"
+        register(gateway, url)
         yield gateway
         process.communicate()
 
