@@ -124,6 +124,11 @@ class Gateway(Section):
     val_temperature: float = Field(
         default=0.7, ge=0, description="Temperature of every call in mode val, whatever the harness asks."
     )
+    retry_grace: float = Field(
+        default=15.0,
+        ge=0,
+        description="Seconds that a call goes on after its client has gone, so that a retry can take it over.",
+    )
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
     )
@@ -232,6 +237,9 @@ class Algorithm(Section):
     )
     correction: Literal["none", "tis"] = Field(
         default="none", description="Off-policy correction: none, or token-level truncated importance sampling."
+    )
+    train_kinds: list[Literal["main", "sub-agent", "compaction", "title"]] = Field(
+        default=["main", "sub-agent", "compaction"], description="Kinds of calls that are trained."
     )
     correction_cap: float = Field(default=2.0, gt=0, description="tis: largest importance weight.")
 

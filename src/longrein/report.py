@@ -67,7 +67,9 @@ def _token_report(folder: Path) -> Report:
                 reward, _, _ = grade_of(rollout, tried[-1], events)
                 if reward is not None:
                     rewards[rollout.rollout_id] = reward
-        return build_report(rollouts, _Calls(store, attempts), rewards, read_metrics(folder))
+        return build_report(
+            rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds
+        )
     finally:
         store.close()
 

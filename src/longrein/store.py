@@ -294,6 +294,19 @@ class Store:
 
         await self._write(operation)
 
+    async def mark_calls(
+        self, rollout_id: str, attempt_id: str, numbers: Sequence[int], status: str, error: dict[str, Any] | None
+    ) -> None:
+        """Change whether recorded calls count as answered (`ok`) or as given up (`abandoned`), and why."""
+        of_call = schema.calls.c
+        which = (of_call.rollout_id == rollout_id, of_call.attempt_id == attempt_id, of_call.number.in_(numbers))
+        values = {"status": status, "error": None if error is None else schema.to_text(error)}
+
+        def operation(connection: Connection) -> None:
+            connection.execute(sa.update(schema.calls).where(*which).values(values))
+
+        await self._write(operation)
+
     async def add_event(self, event: Event) -> None:
         """Record an event; its attempt is made when it is not there. Raises NotFound for an unknown rollout."""
         row = {name: getattr(event, name) for name in Event.__struct_fields__} | {"data": schema.to_text(event.data)}

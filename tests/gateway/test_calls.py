@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type"
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), context=600) as running:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), ["gateway.retry_grace=0"], context=600) as running:
         yield running
 
 
@@ -72,7 +72,9 @@ def test_the_official_client_reads_answers_and_streams(gateway: RunningGateway) 
     assert deltas[0].role == "assistant"
     assert "".join(d.content or "" for d in deltas) == "Look."
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "hm"
-    assert [t.function.arguments for d in deltas for t in d.tool_calls or []] == ['{"command": "ls"}']
+    pieces = [t.function.arguments for d in deltas for t in d.tool_calls or []]
+    assert "".join(pieces) == '{"command": "ls"}'
+    assert len(pieces) > 2  # as they are sampled
     assert chunks[-2].choices[0].finish_reason == "tool_calls"
     assert chunks[-1].usage.total_tokens == plain.usage.total_tokens  # type: ignore
     first, second = gateway.calls(rollout)
@@ -245,6 +247,31 @@ def test_completions_take_text_and_ids_and_continue(gateway: RunningGateway) -> 
     assert calls[2].prefix_length == len(ids) - 1  # the text does not repeat the stop token
     pieces = list(client.completions.create(model="policy", prompt="Once", max_tokens=50, stream=True))
     assert "".join(p.choices[0].text for p in pieces if p.choices) == "Hello."
+
+
+def test_completions_take_batches_of_prompts(gateway: RunningGateway) -> None:
+    rollout, token = gateway.rollout()
+    client = openai.OpenAI(base_url=gateway.base_url(rollout), api_key=token)
+    several = client.completions.create(model="policy", prompt=["Once", "Twice upon"], n=2, max_tokens=50)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    calls = gateway.calls(rollout)
+    assert [call.prompt_delta for call in calls[:2]] == [calls[0].prompt_delta] * 2
+    assert [call.prompt_delta for call in calls[2:]] == [calls[3].prompt_delta] * 2
+    assert several.usage is not None
+    assert several.usage.prompt_tokens == calls[0].prompt_length + calls[2].prompt_length
+    by_ids = client.completions.create(model="policy", prompt=[[70, 71], [72]], max_tokens=50, stream=True)
+    pieces: dict[int, str] = {}
+    for piece in by_ids:
+        for choice in piece.choices:
+            pieces[choice.index] = pieces.get(choice.index, "") + choice.text
+    assert pieces == {0: "Hello.", 1: "Hello."}
+    for bad in ([], [[]], ["a", ""], ["a", 3], [[1, "b"]], [[10**6]], [True]):
+        answer = httpx.post(
+            f"{gateway.base_url(rollout)}/completions",
+            json={"prompt": bad},
+            headers={"authorization": f"Bearer {token}"},
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_a_client_that_leaves_is_an_abandoned_call(gateway: RunningGateway, tmp_path: Path) -> None:

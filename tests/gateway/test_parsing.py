@@ -20,8 +20,10 @@ from .models import make_model_folder
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def read(text: str, *, cuts: tuple[int, ...] = (), tools: list = TOOLS, tail: str = "") -> tuple[Message, list[Delta]]:
-    parser = HermesParser(ParserOptions(tail, (), tools, lambda i: f"id{i}"))
+def read(
+    text: str, *, cuts: tuple[int, ...] = (), tools: list = TOOLS, tail: str = "", stream: bool = False
+) -> tuple[Message, list[Delta]]:
+    parser = HermesParser(ParserOptions(tail, (), tools, lambda i: f"id{i}", stream))
     deltas: list[Delta] = []
     start = 0
     for cut in (*sorted(cuts), len(text)):
@@ -88,11 +90,57 @@ PIECES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=PIECES, cuts=st.lists(st.integers(0, 80), max_size=8))
-def test_any_cut_of_the_stream_gives_the_same_reply(text: str, cuts: list[int]) -> None:
-    whole, _ = read(text)
-    pieces, _ = read(text, cuts=tuple(min(cut, len(text)) for cut in cuts))
+@given(text=PIECES, cuts=st.lists(st.integers(0, 80), max_size=8), stream=st.booleans())
+def test_any_cut_of_the_stream_gives_the_same_reply(text: str, cuts: list[int], stream: bool) -> None:
+    whole, _ = read(text, stream=stream)
+    pieces, _ = read(text, cuts=tuple(min(cut, len(text)) for cut in cuts), stream=stream)
     assert pieces == whole
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=4),
+    st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda v: st.lists(v, max_size=2), max_leaves=4),
+    max_size=3,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(arguments=ARGUMENTS, ascii=st.booleans(), indent=st.sampled_from([None, 1]), more=st.booleans())
+def test_arguments_stream_as_they_come_and_join_to_what_the_model_wrote(
+    arguments: dict, ascii: bool, indent: int | None, more: bool
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii, indent=indent)
+    text = f'Look.\n<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    text += '\n<tool_call>{"arguments": {"late": 1}, "name": "f"}</tool_call>' if more else ""
+    reply, deltas = read(text, cuts=tuple(range(len(text))), stream=True)
+    whole, _ = read(text)
+    assert reply == whole
+    assert reply.tool_calls[0].arguments == written
+    assert max(len(delta.arguments) for delta in deltas) <= 1 + (len("</tool_call>") if "<" in written else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', '{"a": "b'),  # cut by the limit
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+        ('<tool_call>{"name": "f", "arguments": {a: 1}}</tool_call>', "{a: 1}"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', '{"a": 1'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, oops}</tool_call>', '{"a": 1}, oops}'),
+    ],
+)
+def test_what_turns_out_malformed_in_a_stream_stands_as_it_was_sampled(text: str, arguments: str) -> None:
+    reply, _ = read(text, stream=True)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("f", arguments)]
+    assert reply.content == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{not json}</tool_call>", '<tool_call>{"name": "f", "arguments": 3}</tool_call>']
+)
+def test_a_call_that_is_malformed_before_its_arguments_is_text_in_a_stream_too(text: str) -> None:
+    reply, _ = read(text, stream=True)
+    assert (reply.content, reply.tool_calls) == (text, ())
 
 
 def test_content_streams_before_the_reply_is_whole() -> None:
@@ -107,7 +155,9 @@ def test_content_streams_before_the_reply_is_whole() -> None:
     cuts=st.lists(st.integers(0, 30), max_size=6),
     stops=st.lists(st.text("aX", min_size=1, max_size=3), max_size=3),
 )
-def test_stop_strings_cut_at_the_first_match_whatever_the_pieces(text: str, cuts: list[int], stops: list[str]) -> None:
+def test_stop_strings_cut_at_the_first_that_is_complete_whatever_the_pieces(
+    text: str, cuts: list[int], stops: list[str]
+) -> None:
     matcher = StopStrings(stops)
     out, start = "", 0
     for cut in (*sorted(min(c, len(text)) for c in cuts), len(text)):
@@ -115,9 +165,9 @@ def test_stop_strings_cut_at_the_first_match_whatever_the_pieces(text: str, cuts
         start = max(start, cut)
         assert not any(stop in out for stop in stops)
     out += matcher.push("", final=True)
-    ends = [text.find(stop) for stop in stops if stop in text]
-    assert out == (text[: min(ends)] if ends else text)
-    assert (matcher.stopped is not None) == bool(ends)
+    matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert out == (text[: min(matches)[1]] if matches else text)
+    assert (matcher.stopped is not None) == bool(matches)
 
 
 @settings(max_examples=100, deadline=None)

@@ -184,7 +184,9 @@ async def _end_attempt(request: Request) -> Response:
     gateway = _administered(request)
     end = await _body(request, EndAttempt)
     path = request.path_params
-    return _answer(await gateway.store.end_attempt(path["rollout_id"], path["attempt_id"], end))
+    ended = await gateway.store.end_attempt(path["rollout_id"], path["attempt_id"], end)
+    gateway.calls.end_attempt(path["rollout_id"], path["attempt_id"])
+    return _answer(ended)
 
 
 async def _list_attempts(request: Request) -> Response:

@@ -2,9 +2,10 @@
 
     parse → render → find the parent → splice or fork → admit → sample → read the reply → commit → answer
 
-A request that cannot be served is refused before any header leaves. A stream's headers leave at once after that, with
-keep-alive comments while it waits. The call is committed before the byte that ends its answer leaves; a client that
-goes away earlier leaves an abandoned call, whose tokens are counted and never trained.
+A request that cannot be served is refused before any header leaves; a stream's headers leave at once after that. The
+call is committed before the byte that ends its answer leaves. When a client goes away earlier its call goes on for
+`gateway.retry_grace`, so that a retry can take it over (`jobs.py`); a call whose answer nobody was given is recorded as
+abandoned: its tokens are counted and never trained.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from longrein.gateway.conversation import History, Plan, Recorded, plan_prompt, plan_text, recall
+from longrein.gateway import delivery
+from longrein.gateway.conversation import History, Plan, plan_prompt, plan_text, recall
+from longrein.gateway.delivery import KEEP_ALIVE_SECONDS
 from longrein.gateway.dialects import (
     Answer,
     Choice,
@@ -42,11 +46,15 @@ from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
 from longrein.gateway.engines.scripted import ScriptedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
+from longrein.gateway.jobs import Attempt, Job, Running
+from longrein.gateway.kinds import kind_of
 from longrein.gateway.loading import load_text_model
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta, ParserOptions, PlainParser, StopStrings, make_parser, message_of
 from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError
 from longrein.records import Call, Mode, Rollout, now
+from longrein.schema import StoreError
+from longrein.store import Conflict, NotFound
 
 if TYPE_CHECKING:
     from longrein.gateway.serve import Gateway
@@ -60,61 +68,19 @@ DIALECTS: dict[str, Dialect] = {
     for module in (chat, completions, responses, anthropic_messages)
 }
 
-#: Seconds without an event after which a stream gets a keep-alive comment.
-KEEP_ALIVE_SECONDS = 10.0
+#: Why a call whose answer nobody was given is recorded as abandoned.
+LEFT: Json = {"message": "the client went away before its answer was whole"}
 #: Attempts whose history is kept in memory; others are read back from the store when they call again.
 ATTEMPTS_IN_MEMORY = 4096
 
 
-@dataclass
-class Attempt:
-    """What the gateway keeps in memory of an attempt that calls."""
-
-    history: History
-    clock: float
-    """The attempt's start: what a template takes for now."""
-
-
-@dataclass
-class Running:
-    """A call that is being sampled: everything its record and its answer need."""
-
-    recorded: Recorded
-    plan: Plan
-    prompt_ids: list[int]
-    index: int
-    seed: int
-    started_at: float
-    sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    deltas: list[Delta] = field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    stopped: str | None = None
-    """The stop string that ended it."""
-    first_token_at: float | None = None
-    committed: bool = False
-
-
-@dataclass
-class Job:
-    """A request that was admitted: its calls (one for each of n), and where it came from."""
-
-    dialect: Dialect
-    request: Request
-    rollout: Rollout
-    attempt_id: str
-    mode: Mode
-    engine: Engine
-    attempt: Attempt
+@dataclass(frozen=True)
+class Prompt:
     messages: Sequence[Message]
-    running: list[Running]
-    max_tokens: int
-    temperature: float
-    prompt_tail: str
-    id: str
-    created: int
+    """As they are recorded."""
+    plan: Plan
+    tail: str
+    """The end of its text: a template may have opened the reasoning already."""
 
 
 class TokenCalls:
@@ -135,6 +101,8 @@ class TokenCalls:
         self.policy = self._policy_engine()
         self.teacher = self._teacher_engine()
         self.attempts: OrderedDict[tuple[str, str, float], Attempt] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Kept from being collected while they run."""
         if not self.model.exact:
             log.warning(
                 "the tokenizer of %s does not return the text it was given: prompts are faithful after its own normalisation",
@@ -172,15 +140,10 @@ class TokenCalls:
     async def answer(self, http: HttpRequest, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
         try:
-            job = self._admit(await _body(http), DIALECTS[dialect], rollout, attempt_id, mode)
+            job = await self._job(http, DIALECTS[dialect], rollout, attempt_id, mode)
             if job.request.stream:
-                await self.gateway.gate.refuse_if_closed()
-                return StreamingResponse(
-                    self._stream(job),
-                    media_type="text/event-stream",
-                    headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-                )
-            return await self._plain(http, job)
+                return delivery.streamed(job.delivery)
+            return await delivery.plain(http, job.delivery)
         except DialectError as error:
             body = DIALECTS[dialect].error_body(error)
             return Response(
@@ -190,43 +153,99 @@ class TokenCalls:
     async def count(self, http: HttpRequest, dialect: str, rollout: Rollout, attempt_id: str) -> int:
         """Tokens that a request's prompt would have; nothing is recorded. Raises `DialectError`."""
         request = DIALECTS[dialect].parse(await _body(http))
-        _, plan, _ = self._prompt(request, self._attempt(rollout, attempt_id))
-        return plan.length
+        return sum(prompt.plan.length for prompt in self._prompts(request, self._attempt(rollout, attempt_id)))
 
-    def _admit(self, body: Json, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
+    def end_attempt(self, rollout_id: str, attempt_id: str) -> None:
+        """The attempt has ended: nobody comes back for what is still sampled."""
+        for key, attempt in list(self.attempts.items()):
+            if key[:2] != (rollout_id, attempt_id):
+                continue
+            attempt.ended = True
+            for job in list(attempt.jobs):
+                if not job.delivery.listeners:
+                    self._expire(job)
+            if not attempt.jobs:
+                del self.attempts[key]
+
+    async def close(self) -> None:
+        """End what is being sampled; it is recorded as abandoned."""
+        works = [job.work for attempt in self.attempts.values() for job in attempt.jobs if job.work is not None]
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+
+    async def _job(self, http: HttpRequest, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
+        """The job that answers a request: an earlier one that it is a retry of, or a new one."""
+        asked = dialect.parse(await _body(http))
+        attempt = self._attempt(rollout, attempt_id)
+        again = http.headers.get("x-stainless-retry-count", "0") != "0"
+        job = attempt.taken_over(asked, dialect, mode, asks_again=again)
+        if job is not None:
+            job.delivery.join()
+            if job.expiry is not None:
+                job.expiry.cancel()
+            if not job.counted:
+                await self._count(job, given=True)
+            return job
+        await self.gateway.gate.refuse_if_closed()
+        job = self._admit(http.headers, asked, dialect, rollout, attempt, mode)
+        job.delivery.join()
+        attempt.jobs.append(job)
+        job.delivery.on_left = lambda: self._left(job)
+        job.work = asyncio.create_task(self._run(job))
+        return job
+
+    def _admit(
+        self,
+        headers: Mapping[str, str],
+        asked: Request,
+        dialect: Dialect,
+        rollout: Rollout,
+        attempt: Attempt,
+        mode: Mode,
+    ) -> Job:
         """Everything that can refuse a request; nothing here waits."""
         config = self.gateway.config
-        request = dialect.parse(body)
-        request = replace(request, model=request.model or config.model.name)
+        request = replace(asked, model=asked.model or config.model.name)
         if mode == "train":
             _refuse_other_policies(request)
         engine = self._engine(rollout)
-        attempt = self._attempt(rollout, attempt_id)
         if request.previous is not None:
-            before = _conversation_of(request.previous, dialect, rollout, attempt_id, attempt.history)
+            before = _conversation_of(request.previous, dialect, rollout, attempt)
             request = responses.continued(request, before)
-        messages, plan, tail = self._prompt(request, attempt)
-        max_tokens = self._room(request, plan.length)
         running: list[Running] = []
-        for index in range(request.n):
-            recorded = attempt.history.admit(plan, messages, request.tools)
+        for prompt in self._prompts(request, attempt):
+            plan = prompt.plan
+            max_tokens = self._room(request, plan.length)
+            kind = kind_of(headers, request, prompt.messages, plan.parent, attempt.history)
             prefix = plan.prefix.branch()[: plan.prefix_length] if plan.prefix is not None else []
-            seed = _seed(config.run.seed, rollout.rollout_id, attempt_id, recorded.number)
-            running.append(Running(recorded, plan, [*prefix, *plan.new_ids], index, seed, now()))
+            for _ in range(request.n):
+                recorded = attempt.history.admit(plan, prompt.messages, request.tools, kind)
+                running.append(
+                    Running(
+                        recorded=recorded,
+                        messages=prompt.messages,
+                        plan=plan,
+                        prompt_ids=[*prefix, *plan.new_ids],
+                        prompt_tail=prompt.tail,
+                        kind=kind,
+                        index=len(running),
+                        seed=_seed(config.run.seed, rollout.rollout_id, attempt.attempt_id, recorded.number),
+                        max_tokens=max_tokens,
+                        started_at=now(),
+                    )
+                )
         return Job(
+            asked=asked,
             dialect=dialect,
             request=request,
             rollout=rollout,
-            attempt_id=attempt_id,
+            attempt=attempt,
             mode=mode,
             engine=engine,
-            attempt=attempt,
-            messages=messages,
             running=running,
-            max_tokens=max_tokens,
             temperature=config.gateway.train_temperature if mode == "train" else config.gateway.val_temperature,
-            prompt_tail=tail,
-            id=dialect.id_prefix + _answer_id(rollout, attempt_id, running[0].recorded.number),
+            id=dialect.id_prefix + _answer_id(rollout, attempt.attempt_id, running[0].recorded.number),
             created=int(now()),
         )
 
@@ -245,18 +264,23 @@ class TokenCalls:
             started = [
                 a.started_at for a in self.gateway.store.attempts(rollout.rollout_id) if a.attempt_id == attempt_id
             ]
-            attempt = Attempt(History(), started[0] if started else now())
+            attempt = Attempt(attempt_id, History(), started[0] if started else now())
             recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
             self.attempts[key] = attempt
-            while len(self.attempts) > ATTEMPTS_IN_MEMORY:
-                self.attempts.popitem(last=False)
+            idle = [old for old, other in self.attempts.items() if not other.jobs and old != key]
+            for old in idle[: len(self.attempts) - ATTEMPTS_IN_MEMORY]:
+                del self.attempts[old]
         self.attempts.move_to_end(key)
         return attempt
 
-    def _prompt(self, request: Request, attempt: Attempt) -> tuple[Sequence[Message], Plan, str]:
-        """(messages as recorded, how the prompt is put together, the end of its text)"""
-        if request.prompt is not None:
-            return (*plan_text(request.prompt, attempt.history, self.model), "")
+    def _prompts(self, request: Request, attempt: Attempt) -> list[Prompt]:
+        """How each of the request's prompts is put together; only completions have more than one."""
+        if request.prompts is not None:
+            size = self.model.tokenizer.get_vocab_size()
+            if any(max(prompt) >= size for prompt in request.prompts if not isinstance(prompt, str)):
+                raise DialectError(400, f"prompt: expected token ids from 0 to {size - 1}", param="prompt")
+            planned = [plan_text(prompt, attempt.history, self.model) for prompt in request.prompts]
+            return [Prompt(messages, plan, "") for messages, plan in planned]
         tools = list(request.tools)
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> Rendered:
@@ -274,7 +298,7 @@ class TokenCalls:
             ) from None
         except ControlTextError as error:
             raise DialectError(400, f"messages: {error}", param="messages") from None
-        return request.messages, plan, plan.new_text[-64:] or self.model.generation_prompt
+        return [Prompt(request.messages, plan, plan.new_text[-64:] or self.model.generation_prompt)]
 
     def _room(self, request: Request, prompt_length: int) -> int:
         """How many tokens the reply may have."""
@@ -283,7 +307,7 @@ class TokenCalls:
             return wanted
         room = self.model.context - prompt_length
         if room < 1:
-            param = "messages" if request.prompt is None else "prompt"
+            param = "messages" if request.prompts is None else "prompt"
             raise PromptTooLong(prompt_length, self.model.context, param)
         return min(wanted, room)
 
@@ -295,24 +319,25 @@ class TokenCalls:
         detokenizer = Detokenizer(self.model)
         stops = StopStrings(request.sampling.stop)
         options = ParserOptions(
-            prompt_tail=job.prompt_tail,
+            prompt_tail=call.prompt_tail,
             prompt_ids=call.prompt_ids,
             tools=request.tools if request.use_tools else (),
             call_id=lambda i: _call_id(job, call.recorded.number, i, self.model.short_call_ids),
+            stream=request.stream,
         )
-        parser = self.parser(options) if request.prompt is None else PlainParser()
+        parser = self.parser(options) if request.prompts is None else PlainParser()
         generate = Generate(
             request_id=f"{job.rollout.rollout_id}/{job.attempt_id}/{call.recorded.number}",
             rollout_id=job.rollout.rollout_id,
             token_ids=call.prompt_ids,
-            max_tokens=job.max_tokens,
+            max_tokens=call.max_tokens,
             temperature=job.temperature,
             top_p=request.sampling.top_p,
             top_k=request.sampling.top_k,
             stop_token_ids=sorted(self.model.stop_ids),
             seed=call.seed,
             stream=request.stream or bool(request.sampling.stop),
-            messages=[m.for_template() for m in job.messages],
+            messages=[m.for_template() for m in call.messages],
             tools=list(request.tools),
         )
         stream = job.engine.generate(generate)
@@ -353,150 +378,175 @@ class TokenCalls:
             call.stopped,
         )
 
-    async def _commit(
-        self, job: Job, call: Running, status: str = "ok", error: Json | None = None, http_status: int = 200
-    ) -> Choice:
-        """Put the call into the store, and into the history that later calls continue."""
-        choice = self._choice(job, call)
-        recorded = call.recorded
-        parent_tools = recorded.parent.tools if recorded.parent is not None else []
-        await self.gateway.store.add_call(
-            Call(
-                rollout_id=job.rollout.rollout_id,
-                attempt_id=job.attempt_id,
-                number=recorded.number,
-                dialect=job.dialect.name,  # type: ignore[arg-type]
-                mode=job.mode,
-                model=self.model.name,
-                engine=job.engine.name,
-                parent=recorded.parent.number if recorded.parent is not None else None,
-                fork=call.plan.fork,
-                prefix=recorded.prefix.number if recorded.prefix is not None else None,
-                prefix_length=recorded.prefix_length,
-                prompt_delta=recorded.prompt_ids,
-                prompt_length=recorded.prompt_length,
-                sampled=call.sampled,
-                logprobs=call.logprobs,
-                versions=call.versions,
-                messages_keep=recorded.messages_keep,
-                messages=[m.to_json() for m in recorded.messages],
-                tools=None if list(parent_tools) == list(recorded.tools) else list(recorded.tools),
-                reply=choice.message.to_json() if status == "ok" else {},
-                sampling=_sampling_record(job, call),
-                status=status,  # type: ignore[arg-type]
-                finish_reason=choice.finish_reason if status == "ok" else None,
-                http_status=http_status,
-                error=error,
-                started_at=call.started_at,
-                first_token_at=call.first_token_at,
-                finished_at=now(),
-            )
-        )
-        call.committed = True
-        job.attempt.history.add(recorded, self.model, call.sampled, choice.message if status == "ok" else None)
-        return choice
+    # Running and recording
 
-    async def _fail(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
-        """Record the calls of a request that did not end well; those already committed stay."""
-        for call in job.running:
-            if not call.committed:
-                await self._commit(job, call, status, error, http_status)
-
-    def _answer(self, job: Job, choices: Sequence[Choice]) -> Answer:
-        return Answer(job.id, job.created, job.request.model, choices, job.running[0].plan.prefix_length)
-
-    # Answering
-
-    async def _plain(self, http: HttpRequest, job: Job) -> Response:
-        work = asyncio.ensure_future(self._run_whole(job))
-        gone = asyncio.ensure_future(_disconnected(http))
+    async def _run(self, job: Job) -> None:
+        """Sample, record, and write the answer, whoever listens."""
+        opened = Opened(job.id, job.created, job.prompt_tokens, job.cached_tokens)
+        writer = job.dialect.writer(job.request, opened) if job.request.stream else None
+        sampling = asyncio.ensure_future(self._sample_all(job, writer))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await _cancel(work)
-                await self._fail(job, "abandoned", {"message": "the client went away"}, 499)
-                return Response(status_code=499)
-            choices = work.result()
+            await self._keep_alive(job, writer, sampling)
+            await self._succeed(job, writer, [self._choice(job, call) for call in job.running])
         except EngineError as error:
-            await self._fail(job, "error", {"message": str(error)}, error.status)
-            raise DialectError(error.status, str(error), type="api_error", code="engine_error") from None
+            await self._fail(job, writer, DialectError(error.status, str(error), type="api_error", code="engine_error"))
+        except DialectError as error:
+            await self._fail(job, writer, error)
         except asyncio.CancelledError:
-            await _cancel(work)
-            await asyncio.shield(self._fail(job, "abandoned", {"message": "the gateway is shutting down"}, 499))
-            raise
-        finally:
-            gone.cancel()
-        body = job.dialect.plain(job.request, self._answer(job, choices))
-        return Response(msgspec.json.encode(body), media_type="application/json")
+            await _cancel(sampling)
+            await self._abandon(job)
+        except NotFound as error:  # the rollout was deleted meanwhile
+            await self._fail(job, writer, DialectError(404, str(error)))
+        except StoreError as error:
+            await self._fail(job, writer, DialectError(503, str(error), type="api_error", code="store"))
+        except Exception as error:
+            log.exception("a call of %s failed", job.rollout.rollout_id)
+            await self._fail(job, writer, DialectError(500, f"{type(error).__name__}: {error}", type="api_error"))
 
-    async def _run_whole(self, job: Job) -> list[Choice]:
-        async def one(call: Running) -> Choice:
-            async for _ in self._sample(job, call):
-                pass
-            return await self._commit(job, call)
+    async def _sample_all(self, job: Job, writer: Writer | None) -> None:
+        async def one(call: Running) -> None:
+            for event in writer.opening(call.index) if writer is not None else ():
+                job.delivery.write(event)
+            async for delta in self._sample(job, call):
+                for event in writer.delta(call.index, delta) if writer is not None else ():
+                    job.delivery.write(event)
 
         async with self.gateway.gate.enter():
             if len(job.running) == 1:
-                return [await one(job.running[0])]
+                await one(job.running[0])
+                return
             results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return [result for result in results if isinstance(result, Choice)]
 
-    async def _stream(self, job: Job) -> AsyncIterator[bytes]:
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-        plan = job.running[0].plan
-        writer = job.dialect.writer(job.request, Opened(job.id, job.created, plan.length, plan.prefix_length))
-        work = asyncio.ensure_future(self._run_streamed(job, writer, queue))
-        work.add_done_callback(lambda _: queue.put_nowait(None))
+    async def _keep_alive(self, job: Job, writer: Writer | None, sampling: asyncio.Future[None]) -> None:
+        """Wait for the samples; a stream on which nothing comes gets an event now and then."""
+        while not sampling.done():
+            quiet = time.monotonic() - job.delivery.wrote_at
+            if writer is not None and quiet >= KEEP_ALIVE_SECONDS:
+                job.delivery.write(writer.keep_alive())
+                quiet = 0.0
+            await asyncio.wait({sampling}, timeout=KEEP_ALIVE_SECONDS - quiet if writer is not None else None)
+        sampling.result()
+
+    async def _succeed(self, job: Job, writer: Writer | None, choices: list[Choice]) -> None:
+        """Record the calls, then end the answer."""
+        job.choices = choices
+        job.counted = job.delivery.listeners > 0
+        await self._record(job, "ok" if job.counted else "abandoned", None if job.counted else LEFT, 200)
+        answer = Answer(job.id, job.created, job.request.model, choices, job.prompt_tokens, job.cached_tokens)
+        if writer is not None:
+            job.delivery.write(*writer.closing(answer))
+        else:
+            job.delivery.write(msgspec.json.encode(job.dialect.plain(job.request, answer)))
+        job.delivery.end()
+        if job.delivery.listeners:
+            return  # forgotten as soon as it is given
+        job.attempt.keep(job)
+        if job.counted:  # the client left while the call was being recorded
+            await self._count(job, given=False)
+
+    async def _fail(self, job: Job, writer: Writer | None, error: DialectError) -> None:
+        job.attempt.forget(job)
         try:
-            while True:
-                try:
-                    event = await asyncio.wait_for(queue.get(), KEEP_ALIVE_SECONDS)
-                except TimeoutError:
-                    yield writer.keep_alive()
-                    continue
-                if event is None:
-                    break
-                yield event
-        except (asyncio.CancelledError, GeneratorExit):
-            await asyncio.shield(asyncio.ensure_future(self._abandon(job, work)))
-            raise
-        try:
-            choices = work.result()
-        except EngineError as error:
-            await self._fail(job, "error", {"message": str(error)}, error.status)
-            for event in writer.error(DialectError(error.status, str(error), type="api_error", code="engine_error")):
-                yield event
+            if not job.recorded:
+                await self._record(job, "error", {"message": error.message}, error.status)
+        except (StoreError, NotFound, Conflict):
+            log.exception("a failed call of %s could not be recorded", job.rollout.rollout_id)
+        if writer is not None:
+            job.delivery.write(*writer.error(error))
+        job.delivery.end(error)
+
+    async def _abandon(self, job: Job) -> None:
+        """The job was cancelled: nobody came back for it, or the gateway is going down."""
+        job.attempt.forget(job)
+        await self._record(job, "abandoned", LEFT, 499)
+        job.delivery.end(DialectError(503, "the call was given up", type="api_error", code="abandoned"))
+
+    async def _record(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
+        """Put the calls into the store, and into the history that later calls continue."""
+        done = bool(job.choices)
+        await asyncio.gather(
+            *(
+                self.gateway.store.add_call(self._call(job, call, status, error, http_status, done))
+                for call in job.running
+            )
+        )
+        job.recorded = True
+        for call in job.running:
+            message = self._choice(job, call).message if status == "ok" else None
+            job.attempt.history.add(call.recorded, self.model, call.sampled, message)
+
+    def _call(self, job: Job, call: Running, status: str, error: Json | None, http_status: int, done: bool) -> Call:
+        choice = self._choice(job, call)
+        recorded = call.recorded
+        parent_tools = recorded.parent.tools if recorded.parent is not None else []
+        return Call(
+            rollout_id=job.rollout.rollout_id,
+            attempt_id=job.attempt_id,
+            number=recorded.number,
+            dialect=job.dialect.name,  # type: ignore[arg-type]
+            mode=job.mode,
+            model=self.model.name,
+            engine=job.engine.name,
+            kind=call.kind,
+            parent=recorded.parent.number if recorded.parent is not None else None,
+            fork=call.plan.fork,
+            prefix=recorded.prefix.number if recorded.prefix is not None else None,
+            prefix_length=recorded.prefix_length,
+            prompt_delta=recorded.prompt_ids,
+            prompt_length=recorded.prompt_length,
+            sampled=call.sampled,
+            logprobs=call.logprobs,
+            versions=call.versions,
+            messages_keep=recorded.messages_keep,
+            messages=[m.to_json() for m in recorded.messages],
+            tools=None if list(parent_tools) == list(recorded.tools) else list(recorded.tools),
+            reply=choice.message.to_json() if done else {},
+            sampling=_sampling_record(job, call),
+            status=status,  # type: ignore[arg-type]
+            finish_reason=choice.finish_reason if done else None,
+            http_status=http_status,
+            error=error,
+            started_at=call.started_at,
+            first_token_at=call.first_token_at,
+            finished_at=now(),
+        )
+
+    # Clients that go and come back
+
+    def _left(self, job: Job) -> None:
+        """The last client of a job has gone."""
+        if job.delivery.error is not None:
             return
-        except DialectError as error:
-            await self._fail(job, "error", {"message": error.message}, error.status)
-            for event in writer.error(error):
-                yield event
+        if job.delivery.given:
+            job.attempt.forget(job)
             return
-        for event in writer.closing(self._answer(job, choices)):
-            yield event
+        if job.delivery.ended:
+            job.attempt.keep(job)
+            task = asyncio.create_task(self._count(job, given=False))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        grace = 0.0 if job.attempt.ended else self.gateway.config.gateway.retry_grace
+        job.expiry = asyncio.get_running_loop().call_later(grace, self._expire, job)
 
-    async def _abandon(self, job: Job, work: asyncio.Future[Any]) -> None:
-        await _cancel(work)
-        await self._fail(job, "abandoned", {"message": "the client went away"}, 499)
+    def _expire(self, job: Job) -> None:
+        if job.delivery.ended:
+            job.attempt.forget(job)
+        elif not job.delivery.listeners and job.work is not None:
+            job.work.cancel()
 
-    async def _run_streamed(self, job: Job, writer: Writer, queue: asyncio.Queue[bytes | None]) -> list[Choice]:
-        async def one(call: Running) -> Choice:
-            for event in writer.opening(call.index):
-                queue.put_nowait(event)
-            async for delta in self._sample(job, call):
-                for event in writer.delta(call.index, delta):
-                    queue.put_nowait(event)
-            return await self._commit(job, call)
-
-        async with self.gateway.gate.enter():
-            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in results if isinstance(result, Choice)]
+    async def _count(self, job: Job, *, given: bool) -> None:
+        """Change the record of a finished job: whether a client was given its answer."""
+        job.counted = given
+        numbers = [call.recorded.number for call in job.running]
+        await self.gateway.store.mark_calls(
+            job.rollout.rollout_id, job.attempt_id, numbers, "ok" if given else "abandoned", None if given else LEFT
+        )
+        for call, choice in zip(job.running, job.choices, strict=True):
+            call.recorded.reply = choice.message if given else None
 
 
 # Pieces
@@ -511,11 +561,6 @@ async def _body(http: HttpRequest) -> Json:
     if not isinstance(body, dict):
         raise DialectError(400, "the body has to be a JSON object")
     return body
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _cancel(work: asyncio.Future[Any]) -> None:
@@ -575,7 +620,7 @@ def _without_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]
 
 
 def _sampling_record(job: Job, call: Running) -> Json:
-    record: Json = {"temperature": job.temperature, "max_tokens": job.max_tokens, "seed": call.seed}
+    record: Json = {"temperature": job.temperature, "max_tokens": call.max_tokens, "seed": call.seed}
     if job.request.sampling.stop:
         record["stop"] = list(job.request.sampling.stop)
     if job.request.sampling.top_p != 1.0:
@@ -585,10 +630,10 @@ def _sampling_record(job: Job, call: Running) -> Json:
     return record
 
 
-def _conversation_of(id: str, dialect: Dialect, rollout: Rollout, attempt_id: str, history: History) -> list[Message]:
+def _conversation_of(id: str, dialect: Dialect, rollout: Rollout, attempt: Attempt) -> list[Message]:
     """The conversation of an earlier answer of this attempt, its reply included."""
-    for call in history.calls:
-        if id == dialect.id_prefix + _answer_id(rollout, attempt_id, call.number) and call.reply is not None:
+    for call in attempt.history.calls:
+        if id == dialect.id_prefix + _answer_id(rollout, attempt.attempt_id, call.number) and call.reply is not None:
             return call.conversation()
     raise DialectError(
         400,

@@ -13,7 +13,7 @@ from typing import Any
 
 from longrein.gateway.messages import Message, same
 from longrein.gateway.tokens import Rendered, TextModel
-from longrein.records import Call, ForkCause
+from longrein.records import Call, CallKind, ForkCause
 
 Json = dict[str, Any]
 
@@ -33,6 +33,7 @@ class Recorded:
     messages: tuple[Message, ...]
     """The parent's conversation up to `messages_keep`, then these."""
     tools: Sequence[Json]
+    kind: CallKind = "main"
     sampled_text: str = ""
     sampled_ids: list[int] = field(default_factory=list)
     stop_characters: int = 0
@@ -207,7 +208,9 @@ class History:
 
     # Adding a call
 
-    def admit(self, plan: Plan, messages: Sequence[Message], tools: Sequence[Json]) -> Recorded:
+    def admit(
+        self, plan: Plan, messages: Sequence[Message], tools: Sequence[Json], kind: CallKind = "main"
+    ) -> Recorded:
         """Number the call. It takes part once it is committed (`add`)."""
         self.admitted += 1
         return Recorded(
@@ -221,6 +224,7 @@ class History:
             messages_keep=plan.messages_keep,
             messages=tuple(messages[plan.messages_keep :]),
             tools=tools,
+            kind=kind,
         )
 
     def add(self, call: Recorded, model: TextModel, sampled_ids: list[int], reply: Message | None) -> None:
@@ -458,6 +462,7 @@ def recall(history: History, model: TextModel, calls: Sequence[Call]) -> None:
             messages_keep=call.messages_keep,
             messages=tuple(Message.from_json(m) for m in call.messages),
             tools=tools,
+            kind=call.kind,
         )
         reply = Message.from_json(call.reply) if call.status == "ok" and call.reply else None
         history.add(recorded, model, list(call.sampled), reply)

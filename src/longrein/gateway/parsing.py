@@ -2,14 +2,15 @@
 
 `HermesParser` reads the ChatML family: `<think>…</think>`, then text, then `<tool_call>{"name": …, "arguments": …}`
 blocks. Other families are read by the `renderers` package's parsers. What is malformed is never repaired: it is given
-to the harness as text, as it was sampled.
+to the harness as it was sampled, as text, or as arguments where a stream has begun to give them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Delta:
-    """What a chunk of sampled text adds to the reply; a tool call comes whole."""
+    """What a chunk of sampled text adds to the reply."""
 
     content: str = ""
     reasoning: str = ""
     tool_call: ToolCall | None = None
+    """A call that begins, with its arguments as far as they are there."""
+    arguments: str = ""
+    """More of the arguments of the call that began last."""
 
 
 class ReplyParser(Protocol):
@@ -47,9 +51,45 @@ class ParserOptions:
     """Empty: nothing is read as a tool call."""
     call_id: Callable[[int], str]
     """Mints the id of the reply's n-th tool call."""
+    stream: bool = False
+    """Whether arguments are wanted as they come. What then turns out to be no JSON stands as the call's arguments, as
+    it was sampled; otherwise a call that is malformed is text."""
 
 
 THINK, THINK_END, CALL, CALL_END = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\.)*"'
+#: A call up to the object that its arguments are: behind this it cannot be anything else.
+_CALL_HEAD = re.compile(rf'\s*\{{\s*(?:"(?:name|id)"\s*:\s*{_STRING}\s*,\s*)+"arguments"\s*:\s*(?=\{{)')
+
+
+@dataclass
+class ObjectEnd:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    _depth: int = 0
+    _in_string: bool = False
+    _escaped: bool = False
+
+    def push(self, text: str) -> int | None:
+        """Where in `text` the object is closed (behind its brace), or None."""
+        for i, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return i + 1
+        return None
 
 
 @dataclass
@@ -58,7 +98,10 @@ class HermesParser:
 
     options: ParserOptions
     _pending: str = ""
-    _state: str = "start"  # start, reasoning, content, call
+    _state: str = "start"  # start, reasoning, content, call, arguments, tail, after
+    _head: str = ""  # of the call whose arguments are read
+    _object: ObjectEnd = field(default_factory=ObjectEnd)
+    _arguments: list[str] = field(default_factory=list)
     _calls: int = 0
     _spoke: bool = False  # content has been emitted
 
@@ -117,6 +160,13 @@ class HermesParser:
         self._pending = self._pending[len(ready) :]
 
     def _in_call(self, out: list[Delta], final: bool) -> None:
+        if self.options.stream and (head := self._begun_call()) is not None:
+            call, self._head = head
+            out.append(Delta(tool_call=call))
+            self._calls += 1
+            self._pending = self._pending[len(CALL) + len(self._head) :]
+            self._state, self._object, self._arguments = "arguments", ObjectEnd(), []
+            return
         body, found, rest = self._pending[len(CALL) :].partition(CALL_END)
         if not found and not final:
             return
@@ -128,6 +178,46 @@ class HermesParser:
             out.append(Delta(tool_call=call))
             self._calls += 1
             self._pending, self._state = rest, "after"
+
+    def _begun_call(self) -> tuple[ToolCall, str] | None:
+        """(the call without arguments, the text before them) once its arguments begin."""
+        found = _CALL_HEAD.match(self._pending, len(CALL))
+        if found is None:
+            return None
+        try:
+            known = json.loads(found.group() + "{}}")
+        except ValueError:  # a string with an escape that JSON does not have
+            return None
+        name, id = known.get("name"), known.get("id")
+        if not name:
+            return None
+        return ToolCall(id or self.options.call_id(self._calls), name, ""), found.group()
+
+    def _in_arguments(self, out: list[Delta], final: bool) -> None:
+        """The object goes out as it comes, to its closing brace; the closing tag ends it wherever it stands."""
+        cut = self._pending.find(CALL_END)
+        hold = 0 if final or cut >= 0 else _overlap(self._pending, CALL_END)
+        ready = self._pending[:cut] if cut >= 0 else self._pending[: len(self._pending) - hold]
+        end = self._object.push(ready)
+        piece = ready if end is None else ready[:end]
+        if piece:
+            self._arguments.append(piece)
+            out.append(Delta(arguments=piece))
+        self._pending = self._pending[len(piece) :]
+        if end is not None:
+            self._state = "tail"
+        elif cut >= 0:
+            self._pending, self._state = self._pending[len(CALL_END) :], "after"
+
+    def _in_tail(self, out: list[Delta], final: bool) -> None:
+        """Between the arguments and the closing tag."""
+        tail, found, rest = self._pending.partition(CALL_END)
+        if not found and not final:
+            return
+        arguments = "".join(self._arguments)
+        if found and _is_json(arguments) and not _is_json(self._head + arguments + tail):
+            out.append(Delta(arguments=tail))  # the call as a whole is malformed: its arguments may not seem good
+        self._pending, self._state = rest, "after"
 
     def _in_after(self, out: list[Delta], final: bool) -> None:
         """Between calls: white space is the template's; anything else is content again."""
@@ -303,6 +393,14 @@ def _raw_value(body: str, key: str) -> str | None:
             at += 1
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _skip(text: str, at: int) -> int:
     while text[at] in " \t\r\n":
         at += 1
@@ -326,17 +424,25 @@ def _trailing_space(text: str) -> int:
 
 def message_of(deltas: Sequence[Delta]) -> Message:
     """The assistant message that a whole reply's deltas make."""
+    calls: list[ToolCall] = []
+    pieces: list[list[str]] = []
+    for delta in deltas:
+        if delta.tool_call is not None:
+            calls.append(delta.tool_call)
+            pieces.append([delta.tool_call.arguments])
+        if delta.arguments:
+            pieces[-1].append(delta.arguments)
     return Message(
         role="assistant",
         content="".join(d.content for d in deltas),
         reasoning="".join(d.reasoning for d in deltas),
-        tool_calls=tuple(d.tool_call for d in deltas if d.tool_call is not None),
+        tool_calls=tuple(replace(call, arguments="".join(parts)) for call, parts in zip(calls, pieces, strict=True)),
     )
 
 
 @dataclass
 class StopStrings:
-    """Cuts text at the first stop string; text that could still begin one is held back."""
+    """Cuts text at the stop string that is complete first; text that could still begin one is held back."""
 
     stops: Sequence[str]
     stopped: str | None = None
@@ -347,9 +453,10 @@ class StopStrings:
         if self.stopped is not None:
             return ""
         self._held += text
-        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        # The one that was complete first: there the reply ends, however the text came in pieces.
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, self.stopped = min(found)
+            _, at, self.stopped = min(found)
             out, self._held = self._held[:at], ""
             return out
         hold = 0 if final else max((_overlap(self._held, stop) for stop in self.stops), default=0)

@@ -40,6 +40,8 @@ class Calls(Protocol):
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response: ...
     async def count(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str) -> int: ...
+    def end_attempt(self, rollout_id: str, attempt_id: str) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Changes:
@@ -94,7 +96,8 @@ class Gateway:
         return list(dict.fromkeys(model.model for model in self.store.models()))
 
     async def close(self) -> None:
-        """Let go of the connections and the store."""
+        """Record what is still sampled as abandoned; let go of the connections and the store."""
+        await self.calls.close()
         await self.http.aclose()
         self.store.close()
 

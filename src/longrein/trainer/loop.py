@@ -250,7 +250,7 @@ class _Run:
         ).values
         updates, ledger = [], Ledger()
         for part in divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}"):
-            batch = make_batch(part, advantages)
+            batch = make_batch(part, advantages, options.train_kinds)
             ledger += batch.ledger
             # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
             if any(row.advantages.any() for row in batch.rows):

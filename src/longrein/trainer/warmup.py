@@ -78,7 +78,7 @@ async def warm_up(
                     break
             with tracker.phase("warm-up", f"step {step + 1}"):
                 passed = await demonstrations.next()
-                batch = make_demonstrations([done.finished for done in passed])
+                batch = make_demonstrations([done.finished for done in passed], config.algorithm.train_kinds)
                 values = await student.imitate(batch.rows, options.learning_rate)
             tracker.warmup(step + 1, {**values, "demonstrations": len(passed)})
     finally:

@@ -10,13 +10,13 @@ cut into micro-batches, and never divided again, so a batch's weights sum to 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from longrein.records import Call, Outcome
-from longrein.trajectory.kinds import Reason, unsupervised, untrained
+from longrein.records import Call, CallKind, Outcome
+from longrein.trajectory.kinds import TRAINED_KINDS, Reason, unsupervised, untrained
 from longrein.trajectory.tree import Node, build_tree
 
 
@@ -90,8 +90,12 @@ class Batch:
     ledger: Ledger
 
 
-def make_batch(rollouts: Sequence[FinishedRollout], advantages: Mapping[str, float]) -> Batch:
-    """The rows of one policy-gradient update.
+def make_batch(
+    rollouts: Sequence[FinishedRollout],
+    advantages: Mapping[str, float],
+    kinds: Collection[CallKind] = TRAINED_KINDS,
+) -> Batch:
+    """The rows of one policy-gradient update, of the calls of these kinds.
 
     `advantages` maps a rollout's id to its advantage; a rollout that is not in it belongs to a dropped group. The rows
     stand in the order of the rollouts, a rollout's in the order of the calls that they end with.
@@ -105,13 +109,13 @@ def make_batch(rollouts: Sequence[FinishedRollout], advantages: Mapping[str, flo
         if reason is not None:
             ledger.leave_out(rollout.calls, reason)
             continue
-        calls = _choose(rollout.calls, untrained, ledger)
+        calls = _choose(rollout.calls, lambda call: untrained(call, kinds), ledger)
         if calls:
             chosen.append((rollout, advantages[rollout.rollout_id], calls))
     return _weighted(chosen, ledger)
 
 
-def make_demonstrations(rollouts: Sequence[FinishedRollout]) -> Batch:
+def make_demonstrations(rollouts: Sequence[FinishedRollout], kinds: Collection[CallKind] = TRAINED_KINDS) -> Batch:
     """The rows of one supervised step, with the same weights and advantage 1.
 
     Calls need no log-probabilities here (a row's are 0 where they are not known).
@@ -123,7 +127,7 @@ def make_demonstrations(rollouts: Sequence[FinishedRollout]) -> Batch:
         if reason is not None:
             ledger.leave_out(rollout.calls, reason)
             continue
-        calls = _choose(rollout.calls, unsupervised, ledger)
+        calls = _choose(rollout.calls, lambda call: unsupervised(call, kinds), ledger)
         if calls:
             chosen.append((rollout, 1.0, calls))
     return _weighted(chosen, ledger)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal
 
-from longrein.records import Call
+from longrein.records import Call, CallKind
 
 #: Why sampled tokens are not in the loss, in the order in which reasons are looked for.
 Reason = Literal[
@@ -37,14 +38,18 @@ MEANING: dict[Reason, str] = {
     "step not finished": "collected for a step that the run did not live to learn from",
     "call error": "the call ended with an error, so no harness was given its answer",
     "abandoned": "the client went away before the answer was whole",
-    "side call": "a call of a kind that is not trained",
+    "side call": "a call of a kind that is not trained (algorithm.train_kinds)",
     "no log-probabilities": "the engine did not say how probable its tokens were",
 }
 
 
-def untrained(call: Call) -> Reason | None:
-    """Why a call's sampled tokens cannot be trained with a policy gradient; None when they can."""
-    reason = unsupervised(call)
+#: Kinds of calls that are trained where the run file does not say otherwise.
+TRAINED_KINDS: Collection[CallKind] = ("main", "sub-agent", "compaction")
+
+
+def untrained(call: Call, kinds: Collection[CallKind] = TRAINED_KINDS) -> Reason | None:
+    """Why a call's sampled tokens are not trained with a policy gradient; None when they are."""
+    reason = unsupervised(call, kinds)
     if reason is not None:
         return reason
     if call.logprobs is None:
@@ -54,12 +59,12 @@ def untrained(call: Call) -> Reason | None:
     return None
 
 
-def unsupervised(call: Call) -> Reason | None:
-    """Why a call's sampled tokens cannot be learned from as a demonstration; None when they can."""
+def unsupervised(call: Call, kinds: Collection[CallKind] = TRAINED_KINDS) -> Reason | None:
+    """Why a call's sampled tokens are not learned from as a demonstration; None when they are."""
     if call.status == "error":
         return "call error"
     if call.status == "abandoned":
         return "abandoned"
-    if call.kind != "main":
+    if call.kind not in kinds:
         return "side call"
     return None

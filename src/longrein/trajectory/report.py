@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
-from longrein.records import Call, Rollout, RolloutState
+from longrein.records import Call, CallKind, Rollout, RolloutState
 from longrein.trajectory.batch import Ledger
-from longrein.trajectory.kinds import MEANING, Reason, untrained
+from longrein.trajectory.kinds import MEANING, TRAINED_KINDS, Reason, untrained
 from longrein.trajectory.tree import build_tree
 
 
@@ -49,21 +49,22 @@ def build_report(
     calls_by_attempt: Mapping[tuple[str, str], Sequence[Call]],
     rewards: Mapping[str, float],
     metrics: Sequence[Mapping[str, Any]],
+    kinds: Collection[CallKind] = TRAINED_KINDS,
 ) -> Report:
     """What a run's records say.
 
     `calls_by_attempt` maps (rollout id, attempt id) to calls and is gone through once; `rewards` maps the id of a graded
     rollout to its reward; `metrics` are the lines of the run's metrics file. A step's rollouts count as trained once the
-    metrics have that step.
+    metrics have that step. `kinds` are those that the run trains.
     """
     report = Report(rollouts=len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     reasons = _rollout_reasons(rollouts, rewards, metrics)
     for (rollout_id, attempt_id), calls in calls_by_attempt.items():
         rollout = by_id[rollout_id]
-        _count_tokens(report, rollout, attempt_id, calls, reasons[rollout_id])
+        _count_tokens(report, rollout, attempt_id, calls, reasons[rollout_id], kinds)
         if rollout.is_train and rollout.config.engine == "policy" and attempt_id == rollout.status.last_attempt_id:
-            _count_shape(report, calls)
+            _count_shape(report, calls, kinds)
     for rollout in rollouts:
         if rollout.status.error_message:
             kind = "failed" if rollout.status.state is RolloutState.failed else "graded as it stood"
@@ -133,7 +134,12 @@ def _own_reason(rollout: Rollout, rewards: Mapping[str, float]) -> Reason | None
 
 
 def _count_tokens(
-    report: Report, rollout: Rollout, attempt_id: str, calls: Sequence[Call], reason: Reason | None
+    report: Report,
+    rollout: Rollout,
+    attempt_id: str,
+    calls: Sequence[Call],
+    reason: Reason | None,
+    kinds: Collection[CallKind],
 ) -> None:
     report.calls += len(calls)
     if attempt_id != rollout.status.last_attempt_id:
@@ -142,15 +148,15 @@ def _count_tokens(
         if call.finish_reason is not None:
             report.answered += 1
             report.length_limited += call.finish_reason == "length"
-        why = reason or untrained(call)
+        why = reason or untrained(call, kinds)
         if why is None:
             report.tokens.trained += len(call.sampled)
         else:
             report.tokens.leave_out([call], why)
 
 
-def _count_shape(report: Report, calls: Sequence[Call]) -> None:
-    ended = [call.number for call in calls if call.sampled and untrained(call) is None]
+def _count_shape(report: Report, calls: Sequence[Call], kinds: Collection[CallKind]) -> None:
+    ended = [call.number for call in calls if call.sampled and untrained(call, kinds) is None]
     if not ended:
         return
     leaves = len(build_tree(calls).leaves(ended))

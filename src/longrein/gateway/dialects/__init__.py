@@ -81,12 +81,12 @@ class Request:
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
-    prompt: str | Sequence[int] | None = None
-    """The completions dialect's prompt, instead of messages."""
+    prompts: Sequence[str | Sequence[int]] | None = None
+    """The completions dialect's prompts, instead of messages."""
     previous: str | None = None
     """The responses dialect's `previous_response_id`: the conversation that `messages` continue."""
-    echo: Json = field(default_factory=dict)
-    """The body, for dialects whose answer repeats parts of it."""
+    echo: Json = field(default_factory=dict, compare=False)
+    """The body, for dialects whose answer repeats parts of it. A retry may differ in what only its client reads."""
 
 
 @dataclass
@@ -114,11 +114,13 @@ class Answer:
     created: int
     model: str
     choices: Sequence[Choice]
+    prompt_tokens: int
+    """Of all prompts, each counted once however many answers it has."""
     cached_tokens: int
     """Prompt tokens that were sent before in this attempt."""
 
     def usage(self) -> Json:
-        prompt = len(self.choices[0].prompt_ids)
+        prompt = self.prompt_tokens
         sampled = sum(len(choice.sampled_ids) for choice in self.choices)
         return {
             "prompt_tokens": prompt,

@@ -248,6 +248,8 @@ class ChatWriter(OpenAIWriter):
                 {"index": self._calls[index], "id": call.id, "type": "function", "function": function}
             ]
             self._calls[index] += 1
+        elif delta.arguments:
+            piece["tool_calls"] = [{"index": self._calls[index] - 1, "function": {"arguments": delta.arguments}}]
         return [self._piece(index, piece)]
 
     def closing(self, answer: Answer) -> list[bytes]:

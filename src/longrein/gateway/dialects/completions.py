@@ -1,4 +1,4 @@
-"""OpenAI Completions: a prompt as text or token ids → text."""
+"""OpenAI Completions: prompts as text or token ids → text."""
 
 from __future__ import annotations
 
@@ -46,14 +46,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 def parse(body: Json) -> Request:
     """Read a request body; raises `DialectError` naming the field."""
     refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
-    prompt = body.get("prompt")
-    ids = (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
-    )
-    if not ids and not (isinstance(prompt, str) and prompt):
-        raise DialectError(400, "prompt: expected one text or one list of token ids, not empty", param="prompt")
     take_number(body, "temperature", 0, 2)
     wanted = take(body, "logprobs", int, "an integer")
     if wanted is not None and wanted > 1:
@@ -63,7 +55,7 @@ def parse(body: Json) -> Request:
     return Request(
         model=take(body, "model", str, "a string", ""),
         messages=(),
-        prompt=prompt,
+        prompts=_prompts(body.get("prompt")),
         sampling=Sampling(
             max_tokens=take_positive(body, "max_tokens") or 16,  # the API's own default
             top_p=take_number(body, "top_p", 0, 1) or 1.0,
@@ -76,6 +68,20 @@ def parse(body: Json) -> Request:
         logprobs=wanted is not None,
         return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
     )
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One text, one list of token ids, or a list of either."""
+    listed = value if isinstance(value, list) and value and not _are_ids(value) else [value]
+    if not all((isinstance(one, str) and one) or _are_ids(one) for one in listed):
+        raise DialectError(
+            400, "prompt: expected a text, a list of token ids, or a list of either, none of them empty", param="prompt"
+        )
+    return listed
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(id) is int and id >= 0 for id in value)
 
 
 def _body(request: Request, id: str, created: int, choices: list[Json], usage: Json | None) -> Json:

@@ -296,7 +296,7 @@ def plain(request: Request, answer: Answer) -> Json:
         "content": content,
         "stop_reason": _stop_reason(choice),
         "stop_sequence": choice.stopped,
-        "usage": _usage(len(choice.prompt_ids), answer.cached_tokens, len(choice.sampled_ids)),
+        "usage": _usage(answer.prompt_tokens, answer.cached_tokens, len(choice.sampled_ids)),
     }
 
 
@@ -344,15 +344,17 @@ class MessagesWriter:
             call = delta.tool_call
             events += self._end()
             events += self._block("tool_use", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            text = json.dumps(_input(call.arguments), ensure_ascii=False)
-            events.append(self._piece({"type": "input_json_delta", "partial_json": text}))
-            events += self._end()
+            if call.arguments:  # it came whole
+                text = json.dumps(_input(call.arguments), ensure_ascii=False)
+                events.append(self._piece({"type": "input_json_delta", "partial_json": text}))
+        if delta.arguments:
+            events.append(self._piece({"type": "input_json_delta", "partial_json": delta.arguments}))
         return events
 
     def closing(self, answer: Answer) -> list[bytes]:
         """The end of the last block, the reason to stop, usage, the end."""
         (choice,) = answer.choices
-        usage = _usage(len(choice.prompt_ids), answer.cached_tokens, len(choice.sampled_ids))
+        usage = _usage(answer.prompt_tokens, answer.cached_tokens, len(choice.sampled_ids))
         delta = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stopped}
         return [
             *self._end(),

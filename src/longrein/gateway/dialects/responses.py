@@ -346,11 +346,11 @@ def _finished(request: Request, answer: Answer, choice: Choice, output: list[Jso
     body["output"] = output
     body["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
     body["usage"] = {
-        "input_tokens": len(choice.prompt_ids),
+        "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens},
         "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": len(choice.prompt_ids) + sampled,
+        "total_tokens": answer.prompt_tokens + sampled,
     }
     return body
 
@@ -375,8 +375,9 @@ class ResponsesWriter:
     _number: int = 0
     _output: list[Json] = field(default_factory=list)
     _kind: str = ""
-    """Of the item that is open: reasoning or message."""
+    """Of the item that is open: reasoning, message or call."""
     _text: list[str] = field(default_factory=list)
+    _call: ToolCall | None = None
     _names: Mapping[str, Spoken] = field(default_factory=dict)
 
     def opening(self, index: int) -> list[bytes]:
@@ -399,7 +400,9 @@ class ResponsesWriter:
             events.append(self._in_item("output_text.delta", content_index=0, delta=delta.content, logprobs=[]))
             self._text.append(delta.content)
         if delta.tool_call is not None:
-            events += [*self._end(), *self._call(delta.tool_call)]
+            events += self._begin_call(delta.tool_call)
+        if delta.arguments:
+            events += self._more_arguments(delta.arguments)
         return events
 
     def closing(self, answer: Answer) -> list[bytes]:
@@ -465,6 +468,8 @@ class ResponsesWriter:
         if not self._kind:
             return []
         text = "".join(self._text)
+        if self._kind == "call":
+            return self._end_call(text)
         if self._kind == "reasoning":
             item = _reasoning_item(self.request, self._id(), text)
             events = [
@@ -482,16 +487,36 @@ class ResponsesWriter:
         self._kind = ""
         return events
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        item = _call_item(self._names, self._id(), call)
-        custom = item["type"] == "custom_tool_call"
-        name, kind = ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
-        begun = {**item, "status": "in_progress", name: ""}
-        events = [
-            self._event("output_item.added", output_index=len(self._output), item=begun),
-            self._in_item(f"{kind}.delta", delta=item[name]),
-            self._in_item(f"{kind}.done", **{name: item[name]}),
-            self._event("output_item.done", output_index=len(self._output), item=item),
-        ]
+    def _begin_call(self, call: ToolCall) -> list[bytes]:
+        events = self._end()
+        self._kind, self._text, self._call = "call", [], call
+        item = _call_item(self._names, self._id(), replace(call, arguments=""))
+        begun = {**item, "status": "in_progress"}
+        events.append(self._event("output_item.added", output_index=len(self._output), item=begun))
+        return [*events, *self._more_arguments(call.arguments)]
+
+    def _more_arguments(self, arguments: str) -> list[bytes]:
+        self._text.append(arguments)
+        # A custom tool's input stands inside the arguments; it is known once they are whole.
+        if not arguments or self._custom():
+            return []
+        return [self._in_item("function_call_arguments.delta", delta=arguments)]
+
+    def _custom(self) -> bool:
+        assert self._call is not None
+        return self._names.get(self._call.name, ("function",))[0] == "custom"
+
+    def _end_call(self, arguments: str) -> list[bytes]:
+        assert self._call is not None
+        item = _call_item(self._names, self._id(), replace(self._call, arguments=arguments))
+        if self._custom():
+            events = [
+                self._in_item("custom_tool_call_input.delta", delta=item["input"]),
+                self._in_item("custom_tool_call_input.done", input=item["input"]),
+            ]
+        else:
+            events = [self._in_item("function_call_arguments.done", arguments=item["arguments"], name=item["name"])]
+        events.append(self._event("output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)
+        self._kind = ""
         return events

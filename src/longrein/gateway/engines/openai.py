@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from longrein.gateway.delivery import disconnected
 from longrein.gateway.dialects import DONE, DialectError, event, messages
 from longrein.gateway.engines.answers import Answers
 from longrein.gateway.engines.lineage import Lineage, Lineages
@@ -138,6 +139,12 @@ class Passthrough:
     async def count(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str) -> int:
         """Nobody here can count."""
         raise DialectError(404, "tokens are counted only for a model that is rendered here (model.path)")
+
+    def end_attempt(self, rollout_id: str, attempt_id: str) -> None:
+        """Nothing outlives its client here."""
+
+    async def close(self) -> None:
+        """Requests end with their clients' connections."""
 
     # Before the endpoint
 
@@ -352,12 +359,6 @@ class Relay(Response):
 
 # Fields of a request that are recorded elsewhere, or say nothing about how tokens were sampled.
 _NOT_SAMPLING = {"messages", "prompt", "tools", "model", "stream", "stream_options", "return_token_ids"}
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone away. The request's body has to have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def server_sent_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
