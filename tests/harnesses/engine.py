@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Fault:
-    """What befalls one rollout, once."""
+    """What befalls one call of a rollout, once."""
 
     kind: str
     """failure: status 500. cut: the connection ends after half of the reply. stall: half of it, then silence. pause:
@@ -48,11 +48,12 @@ class Fault:
 
 @dataclass
 class BreakableEngine:
-    """Serves `model`'s script; `faults` maps a rollout's id to what befalls it."""
+    """Serves `model`'s script."""
 
     model: TextModel
     url: str
-    faults: dict[str, Fault] = field(default_factory=dict)
+    faults: dict[str, list[Fault]] = field(default_factory=dict)
+    """By rollout."""
     requests: dict[str, int] = field(default_factory=dict)
     """Requests of each rollout so far."""
 
@@ -77,11 +78,17 @@ class BreakableEngine:
         return StreamingResponse(_events(ids, fault), media_type="text/event-stream")
 
     def _fault(self, rollout: str, messages: Sequence[Json], tools: Sequence[Json]) -> Fault | None:
-        fault = self.faults.get(rollout)
-        if fault is None or fault.happened.is_set() or not tools or turns(messages) != fault.turn:
+        turn = turns(messages)
+        if not turn and not tools:  # a title
             return None
-        fault.happened.set()
-        return fault
+        for fault in self.faults.get(rollout, ()):
+            if fault.turn == turn and not fault.happened.is_set():
+                fault.happened.set()
+                return fault
+        return None
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200)
 
 
 def _chunk(ids: Sequence[int]) -> bytes:
@@ -141,7 +148,11 @@ def breakable_engine(folder: Path) -> Iterator[BreakableEngine]:
     """Serve an engine for the model in `folder` from a thread of its own."""
     listener = listen("127.0.0.1", 0)
     engine = BreakableEngine(load_text_model(str(folder)), f"http://127.0.0.1:{listener.getsockname()[1]}")
-    app = Starlette(routes=[Route("/inference/v1/generate", engine.generate, methods=["POST"])])
+    routes = [
+        Route("/inference/v1/generate", engine.generate, methods=["POST"]),
+        Route("/health", engine.health),
+    ]
+    app = Starlette(routes=routes)
     settings = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     server = _Server(settings)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -30,7 +30,8 @@ async def main(kind: str, task: str) -> None:
         model_info=INFO,  # type: ignore[arg-type]
     )
     if kind == "calculator":
-        server = StdioServerParams(command=str(Path(sys.executable).with_name("mcp-server-calculator")))
+        program = str(Path(sys.executable).with_name("mcp-server-calculator"))
+        server = StdioServerParams(command=program, read_timeout_seconds=60)
         async with McpWorkbench(server) as workbench:
             agent = AssistantAgent("calculator", client, workbench=workbench, reflect_on_tool_use=True)
             result = await agent.run(task=task)
