@@ -34,7 +34,9 @@ demo-tiny: setup
 	$(BIN)/python examples/tiny/model.py
 	$(BIN)/longrein train examples/tiny/run.toml --overwrite
 
+# Harnesses that cannot be installed here (no npm, no network) are left out, and their tests say so.
 test: setup
+	-$(BIN)/python -m tests.harnesses.install --cheap
 	$(BIN)/python -m pytest
 
 test-harnesses: setup
