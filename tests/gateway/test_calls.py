@@ -141,13 +141,23 @@ def test_a_prompt_beyond_the_context_is_the_error_that_makes_harnesses_compact(g
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "regex"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": "yes"}}, "include_usage"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"top_p": 0.9}, "top_p"),
         ({"top_k": 5}, "top_k"),
         ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}]},
+            "messages[0].function_call",
+        ),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"colour": "red"}, "colour"),
@@ -168,6 +178,51 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert gateway.calls(rollout) == []
+
+
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+def test_a_script_that_keeps_the_form_of_its_reply(gateway: RunningGateway) -> None:
+    rollout, token = gateway.rollout()
+    asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    for said in (CALL, f"<think>hm</think>\n\n{CALL}"):
+        answer = gateway.chat(rollout, token, {"messages": say({"say": said}), **asked})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+    cut = gateway.chat(rollout, token, {"messages": say({"say": CALL}), "max_tokens": 5, **asked})
+    assert cut.json()["choices"][0]["finish_reason"] == "length"
+    assert {call.sampling["guide"] for call in gateway.calls(rollout)} == {"tool_choice: 'required'"}
+
+
+@pytest.mark.parametrize("said", ["Hello.", f"Look.\n{CALL}", f"{CALL}\n{CALL}", CALL.replace("bash", "sh")])
+def test_a_script_that_leaves_the_form_of_its_reply_is_an_error_that_says_where(
+    gateway: RunningGateway, said: str
+) -> None:
+    rollout, token = gateway.rollout()
+    asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = gateway.chat(rollout, token, {"messages": say({"say": said}), **asked})
+    assert answer.status_code == 502
+    assert "does not follow the request's guide: after" in answer.json()["error"]["message"]
+    [call] = gateway.calls(rollout)
+    assert call.status == "error"
+
+
+def test_a_script_is_certain_of_its_tokens_and_a_teacher_has_no_log_probabilities(gateway: RunningGateway) -> None:
+    rollout, token = gateway.rollout()
+    asked = {"messages": say({"say": "naïve 東"}), "logprobs": True, "top_logprobs": 3}
+    body = gateway.chat(rollout, token, asked).json()
+    entries = body["choices"][0]["logprobs"]["content"]
+    [call] = gateway.calls(rollout)
+    assert len(entries) == len(call.sampled)
+    assert bytes(byte for entry in entries[:-1] for byte in entry["bytes"]).decode() == "naïve 東"
+    for entry in entries:
+        assert entry["logprob"] == 0.0
+        [other] = entry["top_logprobs"]
+        assert (other["token"], other["logprob"]) == (entry["token"], 0.0)
+    rollout, token = gateway.rollout(config={"engine": "teacher"})
+    refused = gateway.chat(rollout, token, asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
 
 def test_neutral_and_documented_fields_are_accepted(gateway: RunningGateway) -> None:

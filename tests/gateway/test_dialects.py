@@ -430,7 +430,8 @@ def test_encoded_reasoning_comes_back_whole(gateway: RunningGateway) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}, "verbosity": "low"}}, "text.format"),
         ({"made_up": True}, "made_up"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 30}, "top_logprobs"),
         ({"input": "word " * 2000}, "maximum context length"),
     ],
 )

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from longrein.gateway.calls import TokenCalls
-from longrein.gateway.engines import Chunk, EngineError, Generate
+from longrein.gateway.engines import Chunk, EngineError, Feature, Generate
 from longrein.gateway.tokens import TextModel
 
 from .models import make_model_folder
@@ -42,6 +42,9 @@ class SteppedEngine:
     requests: int = 0
     failures: int = 0
     """So many of the next requests fail in their midst."""
+
+    def lacks(self, feature: Feature) -> str | None:
+        return None
 
     async def generate(self, request: Generate) -> AsyncIterator[Chunk]:
         number, self.requests = self.requests, self.requests + 1

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,21 @@ from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
 from longrein.gateway.engines.scripted import ScriptedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
+from longrein.gateway.grammars import guide_of
 from longrein.gateway.jobs import Attempt, Job, Running
 from longrein.gateway.kinds import kind_of
 from longrein.gateway.loading import load_text_model
+from longrein.gateway.logprobs import tokens_of, tokens_within
 from longrein.gateway.messages import Message
-from longrein.gateway.parsing import Delta, ParserOptions, PlainParser, StopStrings, make_parser, message_of
+from longrein.gateway.parsing import (
+    Delta,
+    HermesParser,
+    ParserOptions,
+    PlainParser,
+    StopStrings,
+    make_parser,
+    message_of,
+)
 from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError
 from longrein.records import Call, Mode, Rollout, now
 from longrein.schema import StoreError
@@ -213,8 +223,11 @@ class TokenCalls:
         if request.previous is not None:
             before = _conversation_of(request.previous, dialect, rollout, attempt)
             request = responses.continued(request, before)
+        _refuse_what_is_lacking(request, engine)
+        prompts = self._prompts(request, attempt)
+        guide = guide_of(request, self.model, prompts[0].tail, self._without_guides(engine))
         running: list[Running] = []
-        for prompt in self._prompts(request, attempt):
+        for prompt in prompts:
             plan = prompt.plan
             max_tokens = self._room(request, plan.length)
             kind = kind_of(headers, request, prompt.messages, plan.parent, attempt.history)
@@ -245,6 +258,7 @@ class TokenCalls:
             engine=engine,
             running=running,
             temperature=config.gateway.train_temperature if mode == "train" else config.gateway.val_temperature,
+            guide=guide,
             id=dialect.id_prefix + _answer_id(rollout, attempt.attempt_id, running[0].recorded.number),
             created=int(now()),
         )
@@ -255,6 +269,14 @@ class TokenCalls:
         if self.teacher is None:
             raise DialectError(400, "this rollout asks for the teacher, but the run file names none (warmup.teacher)")
         return self.teacher
+
+    def _without_guides(self, engine: Engine) -> str | None:
+        """Why no reply can be guided here, in words for an error; None when it can."""
+        if self.parser is not HermesParser:
+            return (
+                f"model.parser = {self.gateway.config.model.parser!r} reads another syntax than guides are written in"
+            )
+        return engine.lacks("guide")
 
     def _attempt(self, rollout: Rollout, attempt_id: str) -> Attempt:
         # A rollout that was deleted and posted again under its id is another one.
@@ -337,6 +359,8 @@ class TokenCalls:
             stop_token_ids=sorted(self.model.stop_ids),
             seed=call.seed,
             stream=request.stream or bool(request.sampling.stop),
+            guide=job.guide,
+            top_logprobs=request.top_logprobs,
             messages=[m.for_template() for m in call.messages],
             tools=list(request.tools),
         )
@@ -344,9 +368,10 @@ class TokenCalls:
         try:
             async for chunk in stream:
                 _collect(call, chunk)
-                text = stops.push(detokenizer.push(_without_stop(chunk.token_ids, self.model.stop_ids)))
-                for delta in self._read(call, parser.push(chunk.token_ids, text)):
-                    yield delta
+                for ids in self._pieces(job, call, chunk):
+                    text = stops.push(detokenizer.push(_without_stop(ids, self.model.stop_ids)))
+                    for delta in self._read(call, parser.push(ids, text)):
+                        yield delta
                 if stops.stopped is not None:
                     call.finish_reason, call.stopped = "stop", stops.stopped
                     break
@@ -356,7 +381,21 @@ class TokenCalls:
         for delta in self._read(call, [*parser.push([], text), *parser.finish()]):
             yield delta
 
+    def _pieces(self, job: Job, call: Running, chunk: Chunk) -> Iterator[Sequence[int]]:
+        """The ids of a chunk as they are read: one by one where a client wants to know which piece each is part of."""
+        if not job.request.logprobs or chunk.logprobs is None:
+            yield chunk.token_ids
+            return
+        tokens = tokens_of(self.model, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+        for id, token in zip(chunk.token_ids, tokens, strict=True):
+            call.tokens.append(token)
+            yield [id]
+
     def _read(self, call: Running, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        untold = tuple(call.tokens[call.told :])
+        if deltas and untold:
+            deltas = [replace(deltas[0], tokens=untold), *deltas[1:]]
+            call.told = len(call.tokens)
         call.deltas.extend(deltas)
         return deltas
 
@@ -365,7 +404,6 @@ class TokenCalls:
         finish = call.finish_reason or "stop"
         if message.tool_calls and finish == "stop":
             finish = "tool_calls"
-        pieces = [self.model.decode([id]) for id in call.sampled] if job.request.logprobs else []
         return Choice(
             call.index,
             message,
@@ -374,7 +412,8 @@ class TokenCalls:
             call.prompt_ids,
             call.sampled,
             call.logprobs,
-            pieces,
+            call.tokens,
+            [token for delta in call.deltas if delta.content for token in tokens_within(delta.tokens, delta.content)],
             call.stopped,
         )
 
@@ -389,7 +428,7 @@ class TokenCalls:
             await self._keep_alive(job, writer, sampling)
             await self._succeed(job, writer, [self._choice(job, call) for call in job.running])
         except EngineError as error:
-            await self._fail(job, writer, DialectError(error.status, str(error), type="api_error", code="engine_error"))
+            await self._fail(job, writer, _of_engine(error, job))
         except DialectError as error:
             await self._fail(job, writer, error)
         except asyncio.CancelledError:
@@ -568,6 +607,22 @@ async def _cancel(work: asyncio.Future[Any]) -> None:
     await asyncio.gather(work, return_exceptions=True)
 
 
+def _of_engine(error: EngineError, job: Job) -> DialectError:
+    """What the client is told of an engine that failed, or that refused what the request asks for."""
+    if error.status == 400 and job.request.form is not None:
+        return DialectError(400, f"{job.request.form.said}: {error}", param=job.request.form.field)
+    return DialectError(error.status, str(error), type="api_error", code="engine_error")
+
+
+def _refuse_what_is_lacking(request: Request, engine: Engine) -> None:
+    """Log-probabilities that the engine does not give are refused by name."""
+    asked = {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs > 0}
+    for name in ("logprobs", "top_logprobs"):
+        why = engine.lacks(name) if asked[name] else None
+        if why is not None:
+            raise DialectError(400, f"{name}: {why}", param=name, code="unsupported_parameter")
+
+
 def _refuse_other_policies(request: Request) -> None:
     """Mode train: what would make the sampled distribution another than the policy's own is refused by name."""
     if request.sampling.top_p != 1.0:
@@ -627,6 +682,8 @@ def _sampling_record(job: Job, call: Running) -> Json:
         record["top_p"] = job.request.sampling.top_p
     if job.request.sampling.top_k:
         record["top_k"] = job.request.sampling.top_k
+    if job.request.form is not None:
+        record["guide"] = job.request.form.said
     return record
 
 

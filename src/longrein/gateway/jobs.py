@@ -16,6 +16,7 @@ from longrein.gateway.conversation import History, Plan, Recorded
 from longrein.gateway.delivery import Delivery
 from longrein.gateway.dialects import Choice, Dialect, Request
 from longrein.gateway.engines import Engine
+from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
 from longrein.records import CallKind, Mode, Rollout
@@ -42,9 +43,12 @@ class Running:
     started_at: float
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    """What was sampled as the client sees it; filled when it asks for log-probabilities."""
+    told: int = 0
+    """Of `tokens`, those that stand in `deltas`."""
     finish_reason: str | None = None
     stopped: str | None = None
     """The stop string that ended it."""
@@ -65,6 +69,8 @@ class Job:
     engine: Engine
     running: list[Running]
     temperature: float
+    guide: str | None
+    """The grammar that its replies follow."""
     id: str
     created: int
     delivery: Delivery = field(default_factory=Delivery)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
+from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
@@ -31,6 +32,8 @@ class Delta:
     """A call that begins, with its arguments as far as they are there."""
     arguments: str = ""
     """More of the arguments of the call that began last."""
+    tokens: tuple[Token, ...] = ()
+    """The tokens sampled since the piece before, for clients that ask for log-probabilities."""
 
 
 class ReplyParser(Protocol):

@@ -118,13 +118,13 @@ def test_an_aborted_sequence_ends_at_the_next_step(model_folder: Any) -> None:
 def test_tokens_follow_the_distribution_they_are_reported_under() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]]).repeat(4000, 1)
     uniforms = np.linspace(0, 1, 4000, endpoint=False).tolist()
-    tokens, logprobs = sample(logits, [Sampling(1, temperature=0.5, top_k=3)] * 4000, uniforms)
+    tokens, logprobs, _ = sample(logits, [Sampling(1, temperature=0.5, top_k=3)] * 4000, uniforms)
     expected = (logits[0, :3] / 0.5).softmax(-1)
     shares = np.bincount(tokens, minlength=5) / 4000
     assert shares[:3] == pytest.approx(expected.numpy(), abs=1e-3)
     assert shares[3:].sum() == 0
     assert logprobs[0] == pytest.approx(float(expected[tokens[0]].log()), abs=1e-5)
-    kept, _ = sample(logits, [Sampling(1, top_p=0.6)] * 4000, uniforms)
+    kept, _, _ = sample(logits, [Sampling(1, top_p=0.6)] * 4000, uniforms)
     assert set(kept) == {0}
 
 
@@ -276,7 +276,7 @@ def test_top_k_and_top_p(scores: list[float], temperature: float, top_k: int, to
     many = 500
     uniforms = [(i + 0.5) / many for i in range(many)]
     options = Sampling(1, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, logprobs = sample(logits.repeat(many, 1), [options] * many, uniforms)
+    tokens, logprobs, _ = sample(logits.repeat(many, 1), [options] * many, uniforms)
     found = dict(zip(tokens, logprobs, strict=True))
     assert set(found) <= set(order[: len(kept)].tolist())
     for token, share in zip(order.tolist(), kept.tolist(), strict=False):
@@ -296,7 +296,7 @@ def test_rows_of_different_options_in_one_batch_and_a_real_vocabulary() -> None:
         Sampling(1, top_k=5, top_p=0.999),
     ]
     uniforms = [0.0, 0.99, 0.5, 0.999999, 1 - 2**-53]
-    tokens, logprobs = sample(logits, options, uniforms)
+    tokens, logprobs, _ = sample(logits, options, uniforms)
     together = [sample(logits[i : i + 1], options[i : i + 1], uniforms[i : i + 1]) for i in range(5)]
     assert tokens == [one[0][0] for one in together]
     assert logprobs == pytest.approx([one[1][0] for one in together], abs=1e-6)

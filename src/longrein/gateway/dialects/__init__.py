@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from longrein.gateway.guides import Form, Schema, ToolChoice
+from longrein.gateway.logprobs import Likely, Token
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
 
@@ -79,7 +81,11 @@ class Request:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    form: Form | None = None
+    """What the reply has to be, where the request says so: sampled under a guide."""
     logprobs: bool = False
+    top_logprobs: int = 0
+    """How many of the most probable tokens are wanted beside each sampled one."""
     return_token_ids: bool = False
     prompts: Sequence[str | Sequence[int]] | None = None
     """The completions dialect's prompts, instead of messages."""
@@ -102,8 +108,10 @@ class Choice:
     prompt_ids: list[int]
     sampled_ids: list[int]
     logprobs: list[float] | None
-    pieces: list[str] = field(default_factory=list)
-    """Text of each sampled id; filled when log-probabilities were asked for."""
+    tokens: Sequence[Token] = ()
+    """The sampled ids as clients see them; filled when log-probabilities were asked for."""
+    content_tokens: Sequence[Token] = ()
+    """Those that the message's content is made of."""
     stopped: str | None = None
     """The stop string that ended it."""
 
@@ -229,19 +237,101 @@ def take_stop(body: Json) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def uses_tools(body: Json) -> bool:
-    """Whether OpenAI's `tool_choice` lets the model call tools; a choice that needs guided decoding is refused."""
+MOST_TOP_LOGPROBS = 20
+
+
+def take_top_logprobs(body: Json, name: str = "top_logprobs") -> int | None:
+    """How many of the most probable tokens are wanted; None where nothing is said."""
+    value = take(body, name, int, "an integer")
+    if value is not None and not 0 <= value <= MOST_TOP_LOGPROBS:
+        raise DialectError(400, f"{name}: expected an integer from 0 to {MOST_TOP_LOGPROBS}, got {value}", param=name)
+    return value
+
+
+def take_include_usage(body: Json) -> bool:
+    """`stream_options.include_usage`; the API's other option pads events and says nothing."""
+    options = take(body, "stream_options", dict, "an object", {})
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            where = f"stream_options.{name}"
+            raise DialectError(400, f"{where}: unknown or unsupported option; leave it out", param=where)
+    return take(options, "include_usage", bool, "a boolean", False)
+
+
+def take_tool_choice(body: Json, named: Mapping[tuple[str, str], str]) -> ToolChoice:
+    """OpenAI's `tool_choice`. `named` are the tools' names, by the type and the name that the client calls them."""
     choice = body.get("tool_choice")
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
+    said = f"tool_choice: {choice!r}"
+    match choice:
+        case None | "auto":
+            return ToolChoice("auto")
+        case "none":
+            return ToolChoice("none")
+        case "required":
+            return required(said, bool(named))
+        case {"type": str(kind), "name": str(name)} | {"type": str(kind), "function": {"name": str(name)}}:
+            return named_tool(said, named.get((kind, name)))
     raise DialectError(
         400,
-        f"tool_choice: {choice!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
+        f"{said} is not served here; use 'auto', 'none', 'required' or one tool by its name",
         param="tool_choice",
         code="unsupported_parameter",
     )
+
+
+def required(said: str, any_tool: bool) -> ToolChoice:
+    """The choice of calling at least once."""
+    if not any_tool:
+        raise DialectError(400, f"{said} needs tools, and there are none", param="tool_choice")
+    return ToolChoice("required", said)
+
+
+def named_tool(said: str, name: str | None) -> ToolChoice:
+    """The choice of calling one tool, by the name that the model knows it by."""
+    if name is None:
+        raise DialectError(400, f"{said} names no tool of the request", param="tool_choice")
+    return ToolChoice("named", said, name)
+
+
+def single_call(body: Json) -> str:
+    """What allows one call at most, as an error names it; empty where nothing does."""
+    return "" if take(body, "parallel_tool_calls", bool, "a boolean", True) else "parallel_tool_calls: False"
+
+
+def take_format(value: Any, field: str, nested: bool) -> tuple[str, Schema] | None:
+    """A response format: as an error names it, and its schema; None for text.
+
+    `nested`: whether a schema and its options stand one level down, in `json_schema`.
+    """
+    if value is None or value == {"type": "text"}:
+        return None
+    value = value if isinstance(value, dict) else {}
+    kind = value.get("type")
+    said = f"{field}: {kind!r}"
+    if kind == "json_object":
+        return said, Schema({"type": "object"}, True, field)
+    if kind != "json_schema":
+        raise DialectError(
+            400,
+            f"{said} is not served here; use text, json_object or json_schema",
+            param=field,
+            code="unsupported_parameter",
+        )
+    where = f"{field}.json_schema" if nested else field
+    described = value.get("json_schema") if nested else value
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise DialectError(400, f"{where}.schema: expected a JSON schema", param=f"{where}.schema")
+    return said, Schema(described["schema"], described.get("strict") is True, f"{where}.schema")
+
+
+def likely_json(token: Likely) -> Json:
+    """A token in the shape that OpenAI's dialects share."""
+    return {"token": token.text, "bytes": token.bytes, "logprob": token.logprob}
+
+
+def token_json(token: Token) -> Json:
+    """A sampled token in the shape that OpenAI's dialects share."""
+    return {**likely_json(token), "top_logprobs": [likely_json(other) for other in token.top]}
 
 
 _left_out: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,19 @@ from longrein.gateway.dialects import (
     Sampling,
     event,
     refuse_unknown,
+    single_call,
     take,
+    take_format,
+    take_include_usage,
     take_number,
     take_positive,
     take_stop,
-    uses_tools,
+    take_tool_choice,
+    take_top_logprobs,
+    token_json,
 )
+from longrein.gateway.guides import Tool, arguments_schema, form_of
+from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
@@ -32,8 +40,8 @@ name = "chat"
 id_prefix = "chatcmpl-"
 
 HONOURED = frozenset(
-    "model messages tools tool_choice stream stream_options max_tokens max_completion_tokens top_p top_k stop n "
-    "logprobs return_token_ids temperature".split()
+    "model messages tools tool_choice parallel_tool_calls response_format stream stream_options max_tokens "
+    "max_completion_tokens top_p top_k stop n logprobs top_logprobs return_token_ids temperature".split()
 )
 #: Fields that do not change what is sampled here. `temperature` is honoured as the run file's policy per mode.
 IGNORED = frozenset(
@@ -46,9 +54,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -56,23 +61,29 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def parse(body: Json) -> Request:
     """Read a request body; raises `DialectError` naming the field."""
-    if "functions" in body or "function_call" in body:
-        name = "functions" if "functions" in body else "function_call"
-        raise DialectError(
-            400, f"{name}: the legacy function interface is not served; use tools and tool_choice", param=name
-        )
+    for name in ("functions", "function_call"):
+        if body.get(name) is not None:
+            raise DialectError(
+                400, f"{name}: the legacy function interface is not served; use tools and tool_choice", param=name
+            )
     refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
     messages = take(body, "messages", list, "a list of messages")
     if not messages:
         raise DialectError(400, "messages: expected a list with at least one message", param="messages")
-    tools = [_tool(tool, i) for i, tool in enumerate(take(body, "tools", list, "a list of tools", []))]
+    listed = take(body, "tools", list, "a list of tools", [])
+    tools = [_tool(tool, i) for i, tool in enumerate(listed)]
+    callable = [_callable(tool, i) for i, tool in enumerate(listed)]
+    choice = take_tool_choice(body, {("function", tool.name): tool.name for tool in callable})
     take_number(body, "temperature", 0, 2)  # checked; the run file's policy decides
-    options = take(body, "stream_options", dict, "an object", {})
+    logprobs = take(body, "logprobs", bool, "a boolean", False)
+    top_logprobs = take_top_logprobs(body) or 0
+    if top_logprobs and not logprobs:
+        raise DialectError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
     return Request(
         model=take(body, "model", str, "a string", ""),
         messages=[_message(message, i) for i, message in enumerate(messages)],
         tools=tools,
-        use_tools=uses_tools(body),
+        use_tools=choice.kind != "none",
         sampling=Sampling(
             max_tokens=take_positive(body, "max_completion_tokens") or take_positive(body, "max_tokens"),
             top_p=take_number(body, "top_p", 0, 1) or 1.0,
@@ -81,8 +92,15 @@ def parse(body: Json) -> Request:
         ),
         n=take_positive(body, "n") or 1,
         stream=take(body, "stream", bool, "a boolean", False),
-        include_usage=bool(options.get("include_usage")),
-        logprobs=take(body, "logprobs", bool, "a boolean", False),
+        include_usage=take_include_usage(body),
+        form=form_of(
+            choice,
+            single_call(body),
+            callable,
+            take_format(body.get("response_format"), "response_format", nested=True),
+        ),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
     )
 
@@ -94,8 +112,14 @@ def _tool(tool: Any, index: int) -> Json:
     function = tool["function"]
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise DialectError(400, f"{where}.function.name: expected a name", param=f"{where}.function.name")
-    # strict asks for guided decoding of arguments; it says nothing to the model and is no part of the template's text.
+    # strict says how a guide takes the parameters; it says nothing to the model and is no part of the template's text.
     return {"type": "function", "function": {k: v for k, v in function.items() if k != "strict" and v is not None}}
+
+
+def _callable(tool: Json, index: int) -> Tool:
+    function, where = tool["function"], f"tools[{index}].function"
+    parameters = take(function, "parameters", dict, "a JSON schema")
+    return Tool(function["name"], arguments_schema(parameters, function.get("strict") is True, f"{where}.parameters"))
 
 
 def _message(message: Any, index: int) -> Message:
@@ -103,6 +127,11 @@ def _message(message: Any, index: int) -> Message:
     if not isinstance(message, dict):
         raise DialectError(400, f"{where}: expected an object", param=where)
     role = message.get("role")
+    if role == "function" or message.get("function_call") is not None:
+        name = f"{where}.role" if role == "function" else f"{where}.function_call"
+        raise DialectError(
+            400, f"{name}: the legacy function interface is not served; use tool calls and role tool", param=name
+        )
     if role not in ROLES:
         raise DialectError(
             400, f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r}", param=f"{where}.role"
@@ -196,23 +225,16 @@ def _choice(request: Request, choice: Choice) -> Json:
         "index": choice.index,
         "message": message,
         "finish_reason": choice.finish_reason,
-        "logprobs": _logprobs(choice) if request.logprobs else None,
+        "logprobs": _logprobs(choice.tokens),
     }
     if request.return_token_ids:
         out["token_ids"] = choice.sampled_ids
     return out
 
 
-def _logprobs(choice: Choice) -> Json | None:
-    if choice.logprobs is None:
-        return None
-    return {
-        "content": [
-            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-            for piece, logprob in zip(choice.pieces, choice.logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
+def _logprobs(tokens: Sequence[Token]) -> Json | None:
+    """Every sampled token, those of reasoning and calls included; None where nobody asked."""
+    return None if not tokens else {"content": [token_json(token) for token in tokens], "refusal": None}
 
 
 error_body = DialectError.body
@@ -229,6 +251,8 @@ class ChatWriter(OpenAIWriter):
 
     _calls: Counter[int] = field(default_factory=Counter)
     """Tool calls of each choice so far."""
+    _told: Counter[int] = field(default_factory=Counter)
+    """Tokens of each choice whose log-probabilities have been sent."""
 
     def keep_alive(self) -> bytes:
         """A piece that says nothing: qwen-code counts comments as silence, and leaves after four minutes of it."""
@@ -254,7 +278,8 @@ class ChatWriter(OpenAIWriter):
             self._calls[index] += 1
         elif delta.arguments:
             piece["tool_calls"] = [{"index": self._calls[index] - 1, "function": {"arguments": delta.arguments}}]
-        return [self._piece(index, piece)]
+        self._told[index] += len(delta.tokens)
+        return [self._piece(index, piece, delta.tokens)]
 
     def closing(self, answer: Answer) -> list[bytes]:
         """The last events: finish reasons, usage where it was asked for, the end."""
@@ -264,7 +289,7 @@ class ChatWriter(OpenAIWriter):
                 "index": choice.index,
                 "delta": {},
                 "finish_reason": choice.finish_reason,
-                "logprobs": _logprobs(choice) if self.request.logprobs else None,
+                "logprobs": _logprobs(choice.tokens[self._told[choice.index] :]),
             }
             if self.request.return_token_ids:
                 last["token_ids"] = choice.sampled_ids
@@ -273,8 +298,8 @@ class ChatWriter(OpenAIWriter):
             events.append(self._chunk([], answer.usage()))
         return [*events, DONE]
 
-    def _piece(self, index: int, delta: Json) -> bytes:
-        return self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])
+    def _piece(self, index: int, delta: Json, tokens: Sequence[Token] = ()) -> bytes:
+        return self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": _logprobs(tokens)}])
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         body: Json = {

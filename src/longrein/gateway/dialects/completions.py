@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from longrein.gateway.dialects import (
@@ -17,10 +19,13 @@ from longrein.gateway.dialects import (
     event,
     refuse_unknown,
     take,
+    take_include_usage,
     take_number,
     take_positive,
     take_stop,
+    take_top_logprobs,
 )
+from longrein.gateway.logprobs import Token
 from longrein.gateway.parsing import Delta
 
 Json = dict[str, Any]
@@ -47,11 +52,7 @@ def parse(body: Json) -> Request:
     """Read a request body; raises `DialectError` naming the field."""
     refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
     take_number(body, "temperature", 0, 2)
-    wanted = take(body, "logprobs", int, "an integer")
-    if wanted is not None and wanted > 1:
-        raise DialectError(
-            400, "logprobs: only the sampled token's own log-probability is known (0 or 1)", param="logprobs"
-        )
+    wanted = take_top_logprobs(body, "logprobs")
     return Request(
         model=take(body, "model", str, "a string", ""),
         messages=(),
@@ -64,8 +65,9 @@ def parse(body: Json) -> Request:
         ),
         n=take_positive(body, "n") or 1,
         stream=take(body, "stream", bool, "a boolean", False),
-        include_usage=bool(take(body, "stream_options", dict, "an object", {}).get("include_usage")),
+        include_usage=take_include_usage(body),
         logprobs=wanted is not None,
+        top_logprobs=wanted or 0,
         return_token_ids=take(body, "return_token_ids", bool, "a boolean", False),
     )
 
@@ -93,18 +95,31 @@ def _body(request: Request, id: str, created: int, choices: list[Json], usage: J
 
 def plain(request: Request, answer: Answer) -> Json:
     """The body of an answer that is not streamed."""
-    choices = [_choice(request, choice, choice.text) for choice in answer.choices]
+    choices = [_choice(request, choice, choice.text, choice.tokens, 0) for choice in answer.choices]
     return _body(request, answer.id, answer.created, choices, answer.usage())
 
 
-def _choice(request: Request, choice: Choice, text: str) -> Json:
-    logprobs = None
-    if request.logprobs and choice.logprobs is not None:
-        logprobs = {"tokens": choice.pieces, "token_logprobs": choice.logprobs, "top_logprobs": None, "text_offset": []}
+def _choice(request: Request, choice: Choice, text: str, tokens: Sequence[Token], offset: int) -> Json:
+    logprobs = _logprobs(request, tokens, offset) if tokens else None
     out: Json = {"index": choice.index, "text": text, "finish_reason": choice.finish_reason, "logprobs": logprobs}
     if request.return_token_ids:
         out["prompt_token_ids"], out["token_ids"] = choice.prompt_ids, choice.sampled_ids
     return out
+
+
+def _logprobs(request: Request, tokens: Sequence[Token], offset: int) -> Json:
+    """`offset`: characters of the answer before the first of `tokens`."""
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    top = [{one.text: one.logprob for one in (*token.top, token)} for token in tokens]
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": top if request.top_logprobs else None,
+        "text_offset": offsets,
+    }
 
 
 error_body = DialectError.body
@@ -119,17 +134,29 @@ def writer(request: Request, opened: Opened) -> CompletionsWriter:
 class CompletionsWriter(OpenAIWriter):
     """Pieces of text, as they come."""
 
+    _told: Counter[int] = field(default_factory=Counter)
+    """Tokens of each choice whose log-probabilities have been sent."""
+    _offset: Counter[int] = field(default_factory=Counter)
+    """Characters of those."""
+
     def opening(self, index: int) -> list[bytes]:
         """Completions have no opening event."""
         return []
 
     def delta(self, index: int, delta: Delta) -> list[bytes]:
         """The event of a piece of text."""
-        return [self._event({"index": index, "text": delta.content, "finish_reason": None, "logprobs": None})]
+        logprobs = _logprobs(self.request, delta.tokens, self._offset[index]) if delta.tokens else None
+        self._told[index] += len(delta.tokens)
+        self._offset[index] += sum(len(token.text) for token in delta.tokens)
+        return [self._event({"index": index, "text": delta.content, "finish_reason": None, "logprobs": logprobs})]
 
     def closing(self, answer: Answer) -> list[bytes]:
         """The last events: finish reasons, usage where it was asked for, the end."""
-        events = [self._event(_choice(self.request, choice, "")) for choice in answer.choices]
+        events: list[bytes] = []
+        for choice in answer.choices:
+            untold = choice.tokens[self._told[choice.index] :]
+            last = _choice(self.request, choice, "", untold, self._offset[choice.index])
+            events.append(self._event(last))
         if self.request.include_usage:
             events.append(event(_body(self.request, answer.id, answer.created, [], answer.usage())))
         return [*events, DONE]

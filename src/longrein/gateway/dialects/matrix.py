@@ -16,8 +16,8 @@ What a request may say, by dialect. This page is generated from the code:
 
 * **honoured**: does what its API says. `temperature` is checked and then decided by the run file, for every request of a
   mode alike (`gateway.train_temperature`, `gateway.val_temperature`); in training `top_p` and `top_k` are refused where
-  they would cut the policy's distribution. `tool_choice` is honoured as auto and none; what needs guided decoding
-  (required, any, a named tool, a JSON schema) is refused.
+  they would cut the policy's distribution. What fixes the form of a reply (`tool_choice` that asks for a call, response
+  formats, one call at most) is honoured by [guided decoding](guided.md), and refused where the engine has none.
 * **ignored**: changes nothing about what is sampled.
 * **only as it is**: accepted with these values, which ask for nothing; any other is refused.
 * Every field that is not listed is refused, with an error that names it.

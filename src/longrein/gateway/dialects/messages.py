@@ -23,11 +23,14 @@ from longrein.gateway.dialects import (
     Sampling,
     leave_out,
     named_event,
+    named_tool,
     refuse_unknown,
+    required,
     take,
     take_number,
     take_positive,
 )
+from longrein.gateway.guides import Schema, Tool, ToolChoice, arguments_schema, form_of
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
@@ -64,14 +67,19 @@ def parse(body: Json) -> Request:
     if not listed:
         raise DialectError(400, "messages: expected a list with at least one message", param="messages")
     take_number(body, "temperature", 0, 1)  # checked; the run file's policy decides
-    if (take(body, "output_config", dict, "an object", {})).get("format") is not None:
-        raise DialectError(
-            400,
-            "output_config.format: needs guided decoding, which this engine does not have; leave it out",
-            param="output_config.format",
-        )
-    given = [_tool(tool, i) for i, tool in enumerate(take(body, "tools", list, "a list of tools", []))]
+    listed_tools = take(body, "tools", list, "a list of tools", [])
+    given = [_tool(tool, i) for i, tool in enumerate(listed_tools)]
     tools = [tool for tool in given if tool is not None]
+    # A deferred tool is called like any other: where its text stands is the prompt's affair.
+    callable = [
+        Tool(
+            tool["name"],
+            arguments_schema(tool["input_schema"], tool.get("strict") is True, f"tools.{i}.input_schema"),
+        )
+        for i, tool in enumerate(listed_tools)
+        if given[i] is not None
+    ]
+    choice, single = _tool_choice(body, {tool.name: tool.name for tool in callable})
     deferred = {tool["function"]["name"]: tool for tool, late in tools if late}
     messages: list[Message] = []
     system = _system(body.get("system"))
@@ -89,7 +97,7 @@ def parse(body: Json) -> Request:
         model=take(body, "model", str, "a string", ""),
         messages=messages,
         tools=[tool for tool, late in tools if not late],
-        use_tools=_tool_choice(body),
+        use_tools=choice.kind != "none",
         sampling=Sampling(
             max_tokens=take_positive(body, "max_tokens"),
             top_p=take_number(body, "top_p", 0, 1) or 1.0,
@@ -97,6 +105,7 @@ def parse(body: Json) -> Request:
             stop=_stop(body),
         ),
         stream=take(body, "stream", bool, "a boolean", False),
+        form=form_of(choice, single, callable, _format(body)),
     )
 
 
@@ -107,22 +116,31 @@ def _stop(body: Json) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _tool_choice(body: Json) -> bool:
+def _tool_choice(body: Json, names: Mapping[str, str]) -> tuple[ToolChoice, str]:
+    """The choice, and what allows one call at most as an error names it (empty: nothing)."""
     choice = take(body, "tool_choice", dict, "an object", {})
+    one = take(choice, "disable_parallel_tool_use", bool, "a boolean", False)
+    single = "tool_choice.disable_parallel_tool_use: True" if one else ""
     kind = choice.get("type", "auto")
+    said = f"tool_choice.type: {kind!r}"
+    if kind == "any":
+        return required(said, bool(names)), single
+    if kind == "tool":
+        return named_tool(f"tool_choice.name: {choice.get('name')!r}", names.get(str(choice.get("name")))), single
     if kind not in ("auto", "none"):
-        raise DialectError(
-            400,
-            f"tool_choice.type: {kind!r} needs guided decoding, which this engine does not have; use 'auto' or 'none'",
-            param="tool_choice",
-        )
-    if choice.get("disable_parallel_tool_use"):
-        raise DialectError(
-            400,
-            "tool_choice.disable_parallel_tool_use: needs guided decoding, which this engine does not have",
-            param="tool_choice",
-        )
-    return kind == "auto"
+        raise DialectError(400, f"{said}: expected auto, any, tool or none", param="tool_choice")
+    return ToolChoice(kind), single
+
+
+def _format(body: Json) -> tuple[str, Schema] | None:
+    """The reply's schema, behind the words that an error names its field by."""
+    wanted = take(take(body, "output_config", dict, "an object", {}), "format", dict, "an object")
+    if wanted is None:
+        return None
+    said = f"output_config.format: {wanted.get('type')!r}"
+    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+        raise DialectError(400, f"{said}: expected type json_schema and a schema", param="output_config.format")
+    return said, Schema(wanted["schema"], True, "output_config.format.schema")
 
 
 def _tool(tool: Any, index: int) -> tuple[Json, bool] | None:

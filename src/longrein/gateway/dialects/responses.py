@@ -24,11 +24,17 @@ from longrein.gateway.dialects import (
     leave_out,
     named_event,
     refuse_unknown,
+    single_call,
     take,
+    take_format,
     take_number,
     take_positive,
-    uses_tools,
+    take_tool_choice,
+    take_top_logprobs,
+    token_json,
 )
+from longrein.gateway.guides import Tool, arguments_schema, form_of
+from longrein.gateway.logprobs import Token, tokens_within
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.parsing import Delta
 
@@ -38,7 +44,8 @@ name = "responses"
 id_prefix = "resp_"
 
 HONOURED = frozenset(
-    "model input instructions tools tool_choice stream max_output_tokens top_p temperature previous_response_id include text".split()
+    "model input instructions tools tool_choice parallel_tool_calls stream max_output_tokens top_p temperature "
+    "previous_response_id include text top_logprobs".split()
 )
 #: Fields that do not change what is sampled here. Every answer can be continued by its id, whatever `store` says.
 IGNORED = frozenset(
@@ -46,14 +53,13 @@ IGNORED = frozenset(
     "stream_options".split()
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True,),
     "truncation": ("disabled",),
     "background": (False,),
-    "top_logprobs": (0,),
     "context_management": ([],),
 }
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ENCODED = "longrein:"
+LOGPROBS = "message.output_text.logprobs"
 #: Items of tools that OpenAI's servers run; there are none here, so nobody's model wrote them.
 _HOSTED_CALLS = frozenset("web_search_call file_search_call code_interpreter_call image_generation_call".split())
 
@@ -62,7 +68,7 @@ def parse(body: Json) -> Request:
     """Read a request body; raises `DialectError` naming the field."""
     refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
     take_number(body, "temperature", 0, 2)  # checked; the run file's policy decides
-    tools, names = _tools(take(body, "tools", list, "a list of tools", []))
+    tools, names, callable = _tools(take(body, "tools", list, "a list of tools", []))
     flat = {spoken: name for name, spoken in names.items()}
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -72,27 +78,29 @@ def parse(body: Json) -> Request:
     instructions = take(body, "instructions", str, "a string", "")
     if instructions:
         messages.insert(0, Message("system", instructions))
-    wanted = take(body, "text", dict, "an object", {}).get("format") or {"type": "text"}
-    if wanted != {"type": "text"}:
-        raise DialectError(
-            400,
-            f"text.format: {wanted!r} needs guided decoding, which this engine does not have; leave it out",
-            param="text.format",
-            code="unsupported_parameter",
-        )
+    text = take(body, "text", dict, "an object", {})
+    for name in text:
+        if name not in ("format", "verbosity"):
+            raise DialectError(400, f"text.{name}: unknown or unsupported field; leave it out", param=f"text.{name}")
     include = take(body, "include", list, "a list of strings", [])
-    unknown = [one for one in include if one != "reasoning.encrypted_content"]
+    unknown = [one for one in include if one not in ("reasoning.encrypted_content", LOGPROBS)]
     if unknown:
         raise DialectError(400, f"include: {unknown[0]!r} is not known here; leave it out", param="include")
+    named = {(kind, flat if space else name): flat for flat, (kind, space, name) in names.items()}
+    choice = take_tool_choice(body, named)
+    top_logprobs = take_top_logprobs(body) or 0
     return Request(
         model=take(body, "model", str, "a string", ""),
         messages=messages,
         tools=tools,
-        use_tools=uses_tools(body),
+        use_tools=choice.kind != "none",
         sampling=Sampling(
             max_tokens=take_positive(body, "max_output_tokens"), top_p=take_number(body, "top_p", 0, 1) or 1.0
         ),
         stream=take(body, "stream", bool, "a boolean", False),
+        form=form_of(choice, single_call(body), callable, take_format(text.get("format"), "text.format", nested=False)),
+        logprobs=LOGPROBS in include or top_logprobs > 0,
+        top_logprobs=top_logprobs,
         previous=take(body, "previous_response_id", str, "an id"),
         echo={key: value for key, value in body.items() if key != "input"},
     )
@@ -112,10 +120,11 @@ Spoken = tuple[str, str, str]
 """A tool as the client knows it: its item type (function or custom), its namespace and its name."""
 
 
-def _tools(listed: Sequence[Any]) -> tuple[list[Json], dict[str, Spoken]]:
-    """The tools as the template gets them, and what the client calls each."""
+def _tools(listed: Sequence[Any]) -> tuple[list[Json], dict[str, Spoken], list[Tool]]:
+    """The tools as the template gets them, what the client calls each, and what may be called."""
     tools: list[Json] = []
     names: dict[str, Spoken] = {}
+    callable: list[Tool] = []
 
     def add(tool: Any, where: str, namespace: str) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -144,10 +153,12 @@ def _tools(listed: Sequence[Any]) -> tuple[list[Json], dict[str, Spoken]]:
             function["parameters"] = tool["parameters"]
         tools.append({"type": "function", "function": function})
         names[name] = (kind, namespace, tool["name"])
+        arguments = arguments_schema(function.get("parameters"), tool.get("strict") is True, f"{where}.parameters")
+        callable.append(Tool(name, arguments))
 
     for i, tool in enumerate(listed):
         add(tool, f"tools[{i}]", "")
-    return tools, names
+    return tools, names, callable
 
 
 # Items → messages
@@ -270,13 +281,13 @@ def _item_id(answer_id: str, kind: str, index: int) -> str:
     return f"{kind}_{answer_id.removeprefix(id_prefix)}{index}"
 
 
-def _items(request: Request, answer_id: str, message: Message) -> list[Json]:
+def _items(request: Request, answer_id: str, message: Message, tokens: Sequence[Token]) -> list[Json]:
     """The output items of a finished reply."""
     items: list[Json] = []
     if message.reasoning:
         items.append(_reasoning_item(request, _item_id(answer_id, "rs", 0), message.reasoning))
     if message.content or not message.tool_calls:
-        items.append(_message_item(_item_id(answer_id, "msg", len(items)), message.content))
+        items.append(_message_item(_item_id(answer_id, "msg", len(items)), message.content, tokens))
     names = _tools(request.echo.get("tools") or [])[1]
     for call in message.tool_calls:
         items.append(_call_item(names, _item_id(answer_id, "fc", len(items)), call))
@@ -290,8 +301,9 @@ def _reasoning_item(request: Request, id: str, text: str) -> Json:
     return item
 
 
-def _message_item(id: str, text: str) -> Json:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _message_item(id: str, text: str, tokens: Sequence[Token] = ()) -> Json:
+    logprobs = [token_json(token) for token in tokens]
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "message", "id": id, "role": "assistant", "status": "completed", "content": [part]}
 
 
@@ -325,14 +337,15 @@ def _response(request: Request, id: str, created: int, status: str) -> Json:
         "metadata": echo.get("metadata") or {},
         "model": request.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": echo.get("parallel_tool_calls") is not False,
         "previous_response_id": request.previous,
         "reasoning": echo.get("reasoning") or {"effort": None, "summary": None},
         "store": bool(echo.get("store", True)),
         "temperature": echo.get("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}} | (echo.get("text") or {}),
         "tool_choice": echo.get("tool_choice") or "auto",
         "tools": echo.get("tools") or [],
+        "top_logprobs": request.top_logprobs,
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -358,7 +371,7 @@ def _finished(request: Request, answer: Answer, choice: Choice, output: list[Jso
 def plain(request: Request, answer: Answer) -> Json:
     """The body of an answer that is not streamed."""
     (choice,) = answer.choices
-    return _finished(request, answer, choice, _items(request, answer.id, choice.message))
+    return _finished(request, answer, choice, _items(request, answer.id, choice.message, choice.content_tokens))
 
 
 def writer(request: Request, opened: Opened) -> ResponsesWriter:
@@ -378,6 +391,8 @@ class ResponsesWriter:
     """Of the item that is open: reasoning, message or call."""
     _text: list[str] = field(default_factory=list)
     _call: ToolCall | None = None
+    _tokens: list[Token] = field(default_factory=list)
+    """Of the message that is open, where log-probabilities were asked for."""
     _names: Mapping[str, Spoken] = field(default_factory=dict)
 
     def opening(self, index: int) -> list[bytes]:
@@ -397,8 +412,11 @@ class ResponsesWriter:
             self._text.append(delta.reasoning)
         if delta.content:
             events += self._begin("message")
-            events.append(self._in_item("output_text.delta", content_index=0, delta=delta.content, logprobs=[]))
+            tokens = tokens_within(delta.tokens, delta.content)
+            logprobs = [token_json(token) for token in tokens]
+            events.append(self._in_item("output_text.delta", content_index=0, delta=delta.content, logprobs=logprobs))
             self._text.append(delta.content)
+            self._tokens.extend(tokens)
         if delta.tool_call is not None:
             events += self._begin_call(delta.tool_call)
         if delta.arguments:
@@ -447,7 +465,7 @@ class ResponsesWriter:
         if self._kind == kind:
             return []
         events = self._end()
-        self._kind, self._text = kind, []
+        self._kind, self._text, self._tokens = kind, [], []
         if kind == "reasoning":
             item: Json = {"type": "reasoning", "id": self._id(), "summary": []}
             part: Json = {"type": "summary_text", "text": ""}
@@ -477,10 +495,11 @@ class ResponsesWriter:
                 self._in_item("reasoning_summary_part.done", summary_index=0, part=item["summary"][0]),
             ]
         else:
-            item = _message_item(self._id(), text)
+            item = _message_item(self._id(), text, self._tokens)
+            part = item["content"][0]
             events = [
-                self._in_item("output_text.done", content_index=0, text=text, logprobs=[]),
-                self._in_item("content_part.done", content_index=0, part=item["content"][0]),
+                self._in_item("output_text.done", content_index=0, text=text, logprobs=part["logprobs"]),
+                self._in_item("content_part.done", content_index=0, part=part),
             ]
         events.append(self._event("output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)

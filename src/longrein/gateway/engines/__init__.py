@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -55,8 +55,16 @@ class EngineError(Exception):
         self.status = status
 
 
+Feature = Literal["guide", "logprobs", "top_logprobs"]
+"""What not every engine has: following a guide, log-probabilities of sampled tokens, those of other tokens."""
+
+
 class Engine(Protocol):
     name: str
+
+    def lacks(self, feature: Feature) -> str | None:
+        """Why the engine does not have a feature, in words for an error; None when it has it."""
+        ...
 
     def generate(self, request: Generate) -> AsyncIterator[Chunk]:
         """Sample; leaving the iterator early cancels the generation."""

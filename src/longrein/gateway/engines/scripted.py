@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from longrein.gateway.engines import Chunk, EngineError, Generate
+from longrein.gateway.engines import Chunk, EngineError, Feature, Generate
+from longrein.gateway.grammars import NOT_INSTALLED, GuideChecker, installed
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
 
@@ -25,14 +26,25 @@ Script = Callable[[list[Json], list[Json]], Reply | Awaitable[Reply]]
 class ScriptedEngine:
     """Plays what `script(messages, tools)` returns.
 
-    A script that is the policy is certain of what it says: its log-probabilities are 0. A teacher's are not those of
-    the policy, so it has none (`certain = False`), and its tokens are only learned supervised.
+    A script that is the policy is certain of what it says: its log-probabilities are 0, and no other token is possible.
+    A teacher's are not those of the policy, so it has none (`certain = False`), and its tokens are only learned
+    supervised. A reply that leaves the request's guide is the script's mistake, and an error that says where.
     """
 
     script: Script
     model: TextModel
     name: str = "policy"
     certain: bool = True
+    _checker: GuideChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._checker = GuideChecker(self.model)
+
+    def lacks(self, feature: Feature) -> str | None:
+        """A guide needs llguidance to check replies by; log-probabilities need a script that is the policy."""
+        if feature == "guide":
+            return None if installed() else f"engine {self.name!r} checks its replies by it, and {NOT_INSTALLED}"
+        return None if self.certain else f"the tokens of engine {self.name!r} have no log-probabilities of the policy"
 
     async def generate(self, request: Generate) -> AsyncIterator[Chunk]:
         try:
@@ -47,6 +59,8 @@ class ScriptedEngine:
         finish = "stop" if ids and ids[-1] in request.stop_token_ids else "length"
         if len(ids) > request.max_tokens:
             ids, finish = ids[: request.max_tokens], "length"
+        if request.guide is not None:
+            self._check(request.guide, ids, finish)
         step = 1 if request.stream else max(1, len(ids))
         for start in range(0, max(1, len(ids)), step):
             part = ids[start : start + step]
@@ -55,7 +69,14 @@ class ScriptedEngine:
                 [0.0] * len(part) if self.certain else None,
                 [(0, len(part))] if part else [],
                 finish if start + step >= len(ids) else None,
+                [[(id, 0.0)] for id in part] if request.top_logprobs and self.certain else None,
             )
+
+    def _check(self, guide: str, ids: list[int], finish: str) -> None:
+        said = ids[:-1] if finish == "stop" else ids
+        departure = self._checker.departure(guide, said, whole=finish == "stop")
+        if departure is not None:
+            raise EngineError(f"the reply of engine {self.name!r} does not follow the request's guide: {departure}")
 
     def _ids(self, reply: Any, request: Generate) -> list[int]:
         if isinstance(reply, list) and all(isinstance(id, int) for id in reply):

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from longrein.gateway.engines import Chunk, EngineError, Generate
+from longrein.gateway.engines import Chunk, EngineError, Feature, Generate
 from longrein.records import ModelEndpoint
 
 Json = dict[str, Any]
@@ -38,6 +38,13 @@ class TokensEngine:
     """The endpoints that answer for the model now."""
     name: str = "policy"
 
+    def lacks(self, feature: Feature) -> str | None:
+        """Only the tokens protocol has guides and the log-probabilities of other tokens."""
+        if feature == "logprobs":
+            return None
+        others = [e for e in self.endpoints() if e.protocol != "tokens"]
+        return f"the {others[0].protocol} protocol of the engine at {others[0].endpoint} has none" if others else None
+
     async def generate(self, request: Generate) -> AsyncIterator[Chunk]:
         for wait in (*_RETRY_WAITS, None):
             endpoints = self.endpoints()
@@ -46,7 +53,7 @@ class TokensEngine:
                     raise EngineError("no engine has registered for this model (POST /api/models)", 503)
                 endpoint = choose_endpoint(endpoints, request.rollout_id)
                 async with self._open(endpoint, request) as response:
-                    await _check(response, endpoint)
+                    await _check(response, endpoint, request)
                     async for chunk in _chunks(response, endpoint, request.stream):
                         yield chunk
                 return
@@ -72,7 +79,7 @@ class TokensEngine:
 
 
 def _tokens_body(request: Generate) -> tuple[str, Json]:
-    sampling = {
+    sampling: Json = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -80,6 +87,10 @@ def _tokens_body(request: Generate) -> tuple[str, Json]:
         "stop_token_ids": request.stop_token_ids,
         "seed": request.seed,
     }
+    if request.guide is not None:
+        sampling["guide"] = request.guide
+    if request.top_logprobs:
+        sampling["top_logprobs"] = request.top_logprobs
     body = {
         "request_id": request.request_id,
         "token_ids": request.token_ids,
@@ -107,10 +118,12 @@ def _completions_body(endpoint: ModelEndpoint, request: Generate) -> tuple[str, 
     return "/completions", body
 
 
-async def _check(response: httpx.Response, endpoint: ModelEndpoint) -> None:
+async def _check(response: httpx.Response, endpoint: ModelEndpoint, request: Generate) -> None:
     if response.status_code == 200:
         return
     text = (await response.aread()).decode(errors="replace")[:500]
+    if response.status_code == 400 and request.guide is not None:
+        raise EngineError(f"the engine at {endpoint.endpoint} cannot follow the guide: {text}", 400)
     status = 503 if response.status_code in (429, 503) else 502
     raise EngineError(f"the engine at {endpoint.endpoint} answered {response.status_code}: {text}", status)
 

@@ -7,11 +7,14 @@ one token.
 A call's randomness is its own: one uniform number per token from a counter-based generator with the call's seed, turned
 into a token by the inverse of the cumulative distribution. What a call samples does not depend on what runs beside it
 (up to the floating-point noise of batched matrix products).
+
+A guided call is sampled from the policy's distribution over the tokens that its guide allows: the others are left out
+before anything else, and what is recorded is the log-probability under the renormalised rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +22,15 @@ import torch
 from torch import nn
 
 from longrein.trainer.torch.compute import make_engine
+from longrein.trainer.torch.guide import Guide, unpacked
 
 #: Prompt tokens that are few for a pass of their own, running sequences that are many to let wait for one, and steps
 #: after which even few tokens are computed.
 FEW_TOKENS, MANY_RUNNING, PATIENCE = 256, 16, 4
+
+
+Likely = list[tuple[int, float]]
+"""The most probable tokens and their log-probabilities, most probable first."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class Sampling:
     """0 takes all."""
     stop_token_ids: frozenset[int] = frozenset()
     seed: int = 0
+    top_logprobs: int = 0
+    """How many of the most probable tokens are told beside each sampled one."""
 
 
 @dataclass(eq=False)
@@ -44,11 +54,16 @@ class Sample:
     ids: np.ndarray
     """int32 [n] the prompt."""
     sampling: Sampling
+    guide: Guide | None = None
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Likely] = field(default_factory=list)
+    """One for each sampled token, where they were asked for."""
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     aborted: bool = False
+    failure: str | None = None
+    """Why this sample alone cannot go on."""
     known: int = 0
     """Tokens whose keys and values are computed."""
     row: int = -1
@@ -156,15 +171,24 @@ class Sampler:
 
     def _decode(self, ready: list[Sample]) -> None:
         logits = self.engine.decode(ready)
-        tokens, logprobs = sample(logits, [s.sampling for s in ready], [s.uniform() for s in ready])
-        for sequence, token, logprob in zip(ready, tokens, logprobs, strict=True):
+        # While a GPU computes the logits.
+        allowed = {row: bits for row, s in enumerate(ready) if s.guide and (bits := s.guide.allowed()) is not None}
+        tokens, logprobs, likely = sample(logits, [s.sampling for s in ready], [s.uniform() for s in ready], allowed)
+        for sequence, token, logprob, top in zip(ready, tokens, logprobs, likely, strict=True):
+            if sequence.guide is not None and sequence.guide.failure is not None:
+                sequence.finish_reason, sequence.failure = "abort", sequence.guide.failure
+                continue
             sequence.sampled.append(token)
             sequence.logprobs.append(logprob)
+            if sequence.sampling.top_logprobs:
+                sequence.top_logprobs.append(top)
             sequence.versions.append(self.version)
             if token in sequence.sampling.stop_token_ids:
                 sequence.finish_reason = "stop"
             elif len(sequence.sampled) >= sequence.sampling.max_tokens:
                 sequence.finish_reason = "length"
+            elif sequence.guide is not None:
+                sequence.guide.take(token)
         self.stats.decoded_tokens += len(ready)
         self.stats.decode_steps += 1
         for sequence in ready:
@@ -183,11 +207,16 @@ class Sampler:
 
 
 def sample(
-    logits: torch.Tensor, options: Sequence[Sampling], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """One token for each row of `logits` [B, V], and its natural-log probability under the distribution sampled from.
+    logits: torch.Tensor,
+    options: Sequence[Sampling],
+    uniforms: Sequence[float],
+    allowed: Mapping[int, np.ndarray] | None = None,
+) -> tuple[list[int], list[float], list[Likely]]:
+    """One token for each row of `logits` [B, V], its natural-log probability under the distribution sampled from, and
+    that distribution's most probable tokens for rows that ask for them.
 
     `uniforms` [B] are numbers in [0, 1): the token is the first whose cumulative probability exceeds its row's number.
+    `allowed` holds, for rows that may not take every token, the bits of those that they may (`Guide.allowed`).
     At temperature 0 the most probable token is certain: its log-probability is 0.
     """
     device = logits.device
@@ -196,20 +225,50 @@ def sample(
         heat = torch.tensor([o.temperature or 1.0 for o in options], dtype=torch.float32, device=device)
         scores = scores / heat[:, None]
     cut = [row for row, o in enumerate(options) if o.temperature and (o.top_k or o.top_p < 1)]
-    if cut:
+    if cut or allowed:
         scores = scores.clone()
+    if allowed:
+        bits = torch.from_numpy(np.stack(list(allowed.values()))).to(device)
+        scores[list(allowed)] = scores[list(allowed)].masked_fill(~unpacked(bits, scores.shape[1]), float("-inf"))
+    if cut:
         scores[cut] = _truncated(scores[cut], [options[row].top_k for row in cut], [options[row].top_p for row in cut])
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp_()
     tokens, total = _inverse(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
     if not bool(total.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite numbers: its weights have diverged")
-    logprobs = (scores.gather(1, tokens[:, None]) - highest)[:, 0] - total.log().float()
+    rest = total.log().float()[:, None]
+    logprobs = (scores.gather(1, tokens[:, None]) - highest - rest)[:, 0]
+    likely = _most_probable(scores, highest, rest, options)
     if any(o.temperature == 0 for o in options):
         greedy = torch.tensor([o.temperature == 0 for o in options], device=device)
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+        tokens = torch.where(greedy, scores.argmax(-1), tokens)
         logprobs = logprobs.masked_fill(greedy, 0.0)
-    return tokens.tolist(), logprobs.tolist()
+    sampled = tokens.tolist()
+    for row, option in enumerate(options):
+        if option.top_logprobs and option.temperature == 0:
+            likely[row] = [(sampled[row], 0.0)]
+    return sampled, logprobs.tolist(), likely
+
+
+def _most_probable(
+    scores: torch.Tensor, highest: torch.Tensor, rest: torch.Tensor, options: Sequence[Sampling]
+) -> list[Likely]:
+    """For each row of `scores` [B, V] the most probable tokens, as many as it asks for and can be sampled.
+
+    `highest` and `rest` [B, 1] are what a score loses to become a log-probability.
+    """
+    likely: list[Likely] = [[] for _ in options]
+    asking = [row for row, o in enumerate(options) if o.top_logprobs]
+    if not asking:
+        return likely
+    width = min(max(options[row].top_logprobs for row in asking), scores.shape[1])
+    values, ids = scores[asking].topk(width)
+    values = values - highest[asking] - rest[asking]
+    for row, row_ids, row_values in zip(asking, ids.tolist(), values.tolist(), strict=True):
+        pairs = zip(row_ids, row_values, strict=True)
+        likely[row] = [(id, p) for id, p in pairs if p > float("-inf")][: options[row].top_logprobs]
+    return likely
 
 
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,6 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from longrein import config
+from longrein.trainer.torch.guide import Guide, GuideError, Guides
 from longrein.trainer.torch.policy import Policy, refresh, sampling_model
 from longrein.trainer.torch.sampler import Sample, Sampler, Sampling
 from longrein.trainer.torch.threads import Threads
@@ -42,6 +43,7 @@ T = TypeVar("T")
 FLUSH_SECONDS = 0.05
 #: Below it, scores divided by it overflow float32.
 LOWEST_TEMPERATURE = 1e-3
+MOST_TOP_LOGPROBS = 100
 
 
 class SamplingParams(Struct, forbid_unknown_fields=True):
@@ -51,6 +53,10 @@ class SamplingParams(Struct, forbid_unknown_fields=True):
     top_k: int = 0
     stop_token_ids: list[int] = []
     seed: int = 0
+    top_logprobs: int = 0
+    """How many of the most probable tokens are told beside each sampled one."""
+    guide: str | None = None
+    """A Lark grammar in llguidance's form over the whole reply without its stop token."""
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
@@ -100,6 +106,7 @@ class EngineServer:
         self._computer = computer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="longrein-compute")
         self._model = sampling_model(policy, sample_dtype)
         self._sampler = Sampler(self._model, max_batch=engine.max_batch, cache_tokens=engine.cache_tokens)
+        self._guides = Guides(policy.folder, policy.vocab_size)
         # A number that the run file names is kept.
         adapts = engine.threads == 0 and policy.device.type == "cpu"
         self._threads = Threads(torch.get_num_threads()) if adapts else None
@@ -248,7 +255,7 @@ class EngineServer:
             waiter = self._by_sample.get(id(sample))
             if waiter is None:
                 continue
-            waiter.failure = failure
+            waiter.failure = failure or sample.failure
             ended = sample.finish_reason is not None or failure is not None
             if ended or (waiter.stream and now - waiter.flushed_at >= FLUSH_SECONDS):
                 waiter.flushed_at = now
@@ -262,7 +269,7 @@ class EngineServer:
     async def _generate(self, request: Request) -> Response:
         try:
             asked = msgspec.json.decode(await request.body(), type=GenerateRequest)
-            sample = self._sample(asked)
+            sample = self._sample(asked, await self._guide(asked.sampling_params))
         except msgspec.ValidationError as error:
             return _error(400, str(error))
         except msgspec.DecodeError as error:
@@ -279,7 +286,16 @@ class EngineServer:
             return StreamingResponse(self._stream(asked.request_id, waiter), media_type="text/event-stream")
         return await self._whole(request, asked.request_id, waiter)
 
-    def _sample(self, asked: GenerateRequest) -> Sample:
+    async def _guide(self, options: SamplingParams) -> Guide | None:
+        if options.guide is None:
+            return None
+        try:
+            # Compiling takes milliseconds, or a second for the largest schemas.
+            return await asyncio.to_thread(self._guides.begin, options.guide, frozenset(options.stop_token_ids))
+        except GuideError as error:
+            raise BadRequest(f"guide: {error}") from None
+
+    def _sample(self, asked: GenerateRequest, guide: Guide | None) -> Sample:
         options, count = asked.sampling_params, len(asked.token_ids)
         if asked.request_id in self._waiters:
             raise BadRequest(f"request_id: {asked.request_id} is being answered already")
@@ -300,6 +316,8 @@ class EngineServer:
             raise BadRequest("top_k: expected 0 (all tokens) or more")
         if options.seed < 0:
             raise BadRequest("seed: expected 0 or more")
+        if not 0 <= options.top_logprobs <= MOST_TOP_LOGPROBS:
+            raise BadRequest(f"top_logprobs: expected 0 to {MOST_TOP_LOGPROBS}")
         return Sample(
             np.asarray(asked.token_ids, np.int32),
             Sampling(
@@ -309,7 +327,9 @@ class EngineServer:
                 options.top_k,
                 frozenset(options.stop_token_ids),
                 options.seed,
+                options.top_logprobs,
             ),
+            guide,
         )
 
     async def _whole(self, request: Request, request_id: str, waiter: Waiter) -> Response:
@@ -408,6 +428,7 @@ def _news(waiter: Waiter) -> dict[str, Any]:
         "logprobs": sample.logprobs[start:end],
         "versions": versions,
         "finish_reason": finish,
+        "top_logprobs": sample.top_logprobs[start:end] if sample.sampling.top_logprobs else None,
     }
 
 
