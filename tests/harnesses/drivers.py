@@ -50,6 +50,10 @@ class Driver:
     """Asks for a title beside its first call."""
     calculator: bool = False
     """Has no shell, but a calculator from an MCP server."""
+    flattens: bool = False
+    """Gives its own calls back as text, so that no call continues the one before it."""
+    twin: bool = False
+    """Another driver sends the same requests, but not streamed: what is recorded is the same."""
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.dialect})"
@@ -225,6 +229,7 @@ DRIVERS = [
             dialect,
             _python("openai-agents", "openai_agents", dialect, way),
             streams=way == "stream",
+            twin=way == "stream",
             environment=_openai,
             forks=_FORGETS if dialect == "chat" else _EXACT,
         )
@@ -238,6 +243,7 @@ DRIVERS = [
             dialect,
             _python("langgraph", "langgraph_agent", dialect, way),
             streams=way == "stream",
+            twin=way == "stream",
             environment=_openai,
             forks=_FORGETS if dialect == "chat" else _EXACT,
         )
@@ -259,6 +265,7 @@ DRIVERS = [
             "chat",
             _python("autogen", "autogen_agent", kind),
             streams=kind == "stream",
+            twin=kind == "stream",
             environment=_openai,
             forks=_FORGETS,
         )
@@ -311,6 +318,7 @@ DRIVERS = [
         _python("smolagents", "smolagents_agent"),
         environment=_openai,
         forks={manner: ("rewrite",) * 3 for manner in ("plain", "thinking", "odd")},
+        flattens=True,
     ),
 ]
 

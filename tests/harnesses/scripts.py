@@ -52,6 +52,8 @@ class Tools:
     """(tool, key of the path, further arguments); None: files are read by the shell."""
     final: tuple[str, str] | None = None
     """(tool, key of the text) that ends the run; None: plain text ends it."""
+    speaks: bool = True
+    """Whether a reply may say something beside its calls. A harness that requires a call gets nothing else."""
 
 
 #: By the name of a tool that only this vocabulary has; looked through in this order.
@@ -69,7 +71,7 @@ VOCABULARIES = {
     ),
     "Bash": Tools(("Bash", "command"), extra=(("description", "Look"),), read=("Read", "file_path", ())),
     "todowrite": Tools(("bash", "command"), read=("read", "filePath", ())),
-    "final_answer": Tools(("bash", "command"), final=("final_answer", "answer")),
+    "final_answer": Tools(("bash", "command"), final=("final_answer", "answer"), speaks=False),
     "bash": Tools(("bash", "command")),
 }
 
@@ -85,6 +87,8 @@ def script(messages: list[Json], tools: list[Json]) -> str:
     if "calculate" in names:
         return _written(manner, "", [("calculate", {"expression": "17 * 23"})])
     vocabulary = next(tools for name, tools in VOCABULARIES.items() if name in names)
+    if not vocabulary.speaks and manner == "odd":
+        manner = "thinking"  # a grammar for calls leaves one spelling open
     turn = turns(messages)
     if "Errand" in task:
         return _errand(vocabulary, manner, turn, messages)
@@ -95,11 +99,11 @@ def script(messages: list[Json], tools: list[Json]) -> str:
 
 def _working(tools: Tools, manner: str, turn: int, messages: Sequence[Json]) -> str:
     if turn == 0:
-        return _written(manner, "I will write the file.", [_shell(tools, WRITE)])
+        return _written(manner, tools.speaks * "I will write the file.", [_shell(tools, WRITE)])
     if turn == 1:
         return _written(manner, "", [_read(tools, messages), _shell(tools, "wc -l notes.txt")])
     if turn == 2:
-        return _written(manner, "Now the second line.", [_shell(tools, ADD)])
+        return _written(manner, tools.speaks * "Now the second line.", [_shell(tools, ADD)])
     return _closing(tools, manner, messages)
 
 

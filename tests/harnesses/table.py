@@ -70,8 +70,9 @@ class Figures:
         columns = ["harness", "dialect"]
         for history in histories:
             columns += [f"one chain, {history}", f"samples, {history}"]
-        shapes = [[driver.name, driver.dialect, *self._shapes(driver, histories)] for driver in drivers]
-        shapes.append(["**all**", "", *self._all(histories)])
+        compared = [driver for driver in drivers if all((driver, history) in self.runs for history in histories)]
+        shapes = [[driver.name, driver.dialect, *self._shapes(driver, histories)] for driver in compared]
+        shapes.append(["**all**", "", *self._all(compared, histories)])
         return page + SHAPES.format(reference="Agent Lightning reports: " + REFERENCE) + "\n" + _table(columns, shapes)
 
     def _row(self, driver: Driver) -> list[str]:
@@ -93,10 +94,10 @@ class Figures:
     def _shapes(self, driver: Driver, histories: Sequence[str]) -> list[str]:
         return [cell for history in histories for cell in _shape(self.runs.get((driver, history), []))]
 
-    def _all(self, histories: Sequence[str]) -> list[str]:
+    def _all(self, drivers: Sequence[Driver], histories: Sequence[str]) -> list[str]:
         cells: list[str] = []
         for history in histories:
-            runs = [run for (_, of), some in self.runs.items() if of == history for run in some]
+            runs = [run for driver in drivers for run in self.runs[driver, history]]
             chains = [leaves(run) == 1 for run in runs]
             samples = [leaves(run) for run in runs]
             cells += [f"{100 * sum(chains) / len(chains):.0f} %", f"{sum(samples) / len(samples):.2f}"]
