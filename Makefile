@@ -1,6 +1,7 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
-# make test-vllm   the same for the tests that ask a real vLLM, which is installed beside (3.5 GB)
+# make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
+# make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
 # For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -10,7 +11,7 @@ SEEDS ?= 0 1 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench clean
 
 setup: $(READY)
 
@@ -34,7 +35,9 @@ demo-tiny: setup
 	$(BIN)/python examples/tiny/model.py
 	$(BIN)/longrein train examples/tiny/run.toml --overwrite
 
+# Harnesses that cannot be installed here (no npm, no network) are left out, and their tests say so.
 test: setup
+	-$(BIN)/python -m tests.harnesses.install --cheap
 	$(BIN)/python -m pytest
 
 # vLLM brings its own versions of everything, so it gets a venv of its own.
@@ -47,6 +50,10 @@ test: setup
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/python examples/calculator/model.py
 	$(BIN)/python -m pytest tests/cluster/test_vllm.py
+
+test-harnesses: setup
+	$(BIN)/python -m tests.harnesses.install
+	LONGREIN_TEST_HARNESSES=all LONGREIN_HARNESS_PAGE=docs/harnesses.md $(BIN)/python -m pytest tests/harnesses
 
 lint: setup
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from longrein.gateway.dialects import DialectError, Opened, messages, responses
+from longrein.gateway.dialects import DialectError, Opened, chat, messages, responses
 from longrein.gateway.dialects.matrix import table
 from longrein.records import Call
 from longrein.trajectory.prompts import messages_of, prompt_ids
@@ -454,6 +454,9 @@ def test_a_stream_that_waits_begins_with_what_its_clients_want_first() -> None:
         assert kinds == [b"created", b"in_progress", *([b"failed"] if first == "error" else [])]
     ping = messages.writer(messages.parse(claude("hello")), OPENED).keep_alive()
     assert ping == b'event: ping\ndata: {"type":"ping"}\n\n'
+    empty = chat.writer(chat.parse({"messages": [{"role": "user", "content": "hello"}]}), OPENED).keep_alive()
+    (choice,) = json.loads(empty.removeprefix(b"data: "))["choices"]
+    assert (choice["delta"], choice["finish_reason"]) == ({}, None)
 
 
 # The documented fields

@@ -254,6 +254,10 @@ class ChatWriter(OpenAIWriter):
     _told: Counter[int] = field(default_factory=Counter)
     """Tokens of each choice whose log-probabilities have been sent."""
 
+    def keep_alive(self) -> bytes:
+        """A piece that says nothing: qwen-code counts comments as silence, and leaves after four minutes of it."""
+        return self._piece(0, {})
+
     def opening(self, index: int) -> list[bytes]:
         """The first event of a choice."""
         return [self._piece(index, {"role": "assistant", "content": ""})]
