@@ -132,7 +132,7 @@ class TokenCalls:
         def endpoints():
             return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
 
-        return TokensEngine(self.gateway.http, endpoints)
+        return TokensEngine(self.gateway.engine_http, endpoints)
 
     def _teacher_engine(self) -> Engine | None:
         from longrein.functions import load_function
