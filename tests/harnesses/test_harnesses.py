@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from .runs import (
     run,
     shape,
 )
+from .scripts import ANSWER
 from .table import Figures
 
 ALL = os.environ.get("LONGREIN_TEST_HARNESSES") == "all"
@@ -252,3 +253,20 @@ def test_sub_agents_are_branches_of_their_own(
     assert {call.parent for call in subs if call.parent is not None} == roots
     main = [call for call in done.calls if call.kind == "main"]
     assert [call.parent for call in main] == [None, *(call.number for call in main[:-1])]
+
+
+@pytest.mark.parametrize("driver", [driver for driver in CHOSEN if driver.name == "Codex CLI"], ids=repr)
+def test_a_compaction_is_a_call_of_its_kind_and_what_follows_says_why_it_forks(
+    driver: Driver, scripted: Gateways, runs: Runs, tmp_path: Path, text_model: TextModel
+) -> None:
+    """Codex replaces the history by a summary when the usage that it is told passes its limit."""
+    longest = runs(driver, "thinking", "faithful").calls[1]
+    limit = longest.prompt_length + len(longest.sampled) - 1
+    settings = ["-c", f"model_context_window={2 * limit}", "-c", f"model_auto_compact_token_limit={limit}"]
+    small = replace(driver, command=lambda place: [*driver.command(place)[:-1], *settings, place.task])
+    done = run(small, scripted("faithful"), tmp_path, "thinking")
+    assert ANSWER in done.answer
+    check_accounts(done.calls)
+    check_texts(done.calls, text_model)
+    assert [call.kind for call in done.calls] == ["main", "main", "compaction", "main"]
+    assert done.calls[-1].fork == "compaction"
