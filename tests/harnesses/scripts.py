@@ -31,6 +31,8 @@ DELEGATED_TASK = (
     "Work in the current folder. Compute 17 times 23 with the shell into the file notes.txt, let two sub-agents say what "
     "it says, and tell me. (manner: {manner})"
 )
+#: What the model's summaries begin with.
+SUMMARY = "So far:"
 #: What only the shell knows; the final answer repeats it.
 ANSWER = "sum 391"
 
@@ -98,6 +100,8 @@ def script(messages: list[Json], tools: list[Json]) -> str:
 
 
 def _working(tools: Tools, manner: str, turn: int, messages: Sequence[Json]) -> str:
+    if any(SUMMARY in message["content"] for message in messages if message["role"] == "user"):
+        return _closing(tools, manner, messages)
     if turn == 0:
         return _written(manner, tools.speaks * "I will write the file.", [_shell(tools, WRITE)])
     if turn == 1:
@@ -139,7 +143,9 @@ def _closing(tools: Tools, manner: str, messages: Sequence[Json]) -> str:
 
 
 def _without_tools(messages: Sequence[Json]) -> str:
-    """A title, a reflection on a tool's result, or the last word of a harness that allows no more steps."""
+    """A title, a summary, a reflection on a tool's result, or the last word of a harness that allows no more steps."""
+    if "CONTEXT CHECKPOINT" in messages[-1]["content"]:
+        return f"{SUMMARY} notes.txt was written by the shell, and it says {_number(messages)}."
     if any(message["role"] == "tool" for message in messages):
         return f"The answer is {_number(messages)}."
     return "Notes on a sum"

@@ -6,10 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from longrein.gateway.tokens import TextModel
+from longrein.records import Call
 from longrein.trajectory.batch import Ledger
+from longrein.trajectory.kinds import untrained
 from longrein.trajectory.tree import build_tree
 
 from .drivers import DRIVERS, Driver
+from .histories import replanned
 from .runs import Run, check_accounts
 from .scripts import MANNERS
 
@@ -28,93 +32,95 @@ real: programs, tools, files, HTTP, tokens. The same task is played in three man
 
 Forks are those of all three. A fault is survived when the harness ends with the same answer and the same tree of answered
 calls as without it: *failure* is a status 500 from the engine, *cut* a connection that the engine breaks in the middle of
-a reply, *hold* 90 seconds in which the gate lets no call through.
+a reply, *hold* 90 seconds in which the gate lets no call through, *stall* 330 seconds without a token in the middle of a
+reply (tried with those that time a silent stream out).
 """
 
-SHAPES = """
+SHAPES = f"""
 ## One chain or many
 
-Of the three runs of each harness: how many stay one chain (one sample holds all their sampled tokens), and samples
-(leaves of the tree) a rollout. `faithful` shows the model what the template makes of the harness's messages, `sampled`
-keeps the model's own tokens for every turn that is recognised, `rendered` encodes everything anew, as a system without
-recorded ids does. In all three every sampled token that a harness was given is trained, once. {reference} (its own
-harnesses and tasks, so an orientation and no comparison).
+Of the three runs of each harness: how many stay one chain (one sample holds all the tokens that are trained), samples
+(leaves of the tree) a rollout, and the share of its sampled tokens that is trained. `faithful` shows the model what the
+template makes of the harness's messages, `sampled` keeps the model's own tokens for every turn that is recognised,
+`rendered` encodes everything anew, as a system without recorded ids does. What is not trained is the title that opencode
+asks for. Agent Lightning reports of its own harnesses and tasks, so as an orientation and no comparison: {REFERENCE}.
 """
+
+
+HISTORIES = ("faithful", "sampled", "rendered")
 
 
 @dataclass
 class Figures:
     """Collects runs while the tests go."""
 
-    runs: dict[tuple[Driver, str], list[Run]] = field(default_factory=lambda: defaultdict(list))
-    """(driver, history) → one run a manner."""
+    runs: dict[Driver, list[Run]] = field(default_factory=lambda: defaultdict(list))
+    """One run a manner."""
+    calls: dict[tuple[Driver, str], list[list[Call]]] = field(default_factory=lambda: defaultdict(list))
+    """(driver, history) → the calls of each of its runs."""
     survived: dict[Driver, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def empty(self) -> bool:
         return not self.runs
 
-    def add(self, history: str, run: Run) -> None:
+    def add(self, run: Run, model: TextModel) -> None:
         """Take in a run that went well."""
-        if run not in self.runs[run.driver, history]:
-            self.runs[run.driver, history].append(run)
+        self.runs[run.driver].append(run)
+        for history in HISTORIES:
+            self.calls[run.driver, history].append(replanned(run.calls, model, history))
 
     def page(self) -> str:
         """The page."""
         manners = "\n".join(f"* `{name}`: {words}." for name, words in MANNERS.items())
-        drivers = [driver for driver in DRIVERS if (driver, "faithful") in self.runs]
+        drivers = [driver for driver in DRIVERS if driver in self.runs]
         columns = ["harness", "version", "dialect", "calls", "branches", "forks by cause", "trained", "survives"]
-        rows = [self._row(driver) for driver in drivers]
-        page = HEAD.format(manners=manners) + "\n" + _table(columns, rows)
-        histories = [h for h in ("faithful", "sampled", "rendered") if any(key[1] == h for key in self.runs)]
+        page = HEAD.format(manners=manners) + "\n" + _table(columns, [self._row(driver) for driver in drivers])
         columns = ["harness", "dialect"]
-        for history in histories:
-            columns += [f"one chain, {history}", f"samples, {history}"]
-        compared = [driver for driver in drivers if all((driver, history) in self.runs for history in histories)]
-        shapes = [[driver.name, driver.dialect, *self._shapes(driver, histories)] for driver in compared]
-        shapes.append(["**all**", "", *self._all(compared, histories)])
-        return page + SHAPES.format(reference="Agent Lightning reports: " + REFERENCE) + "\n" + _table(columns, shapes)
+        for history in HISTORIES:
+            columns += [f"one chain, {history}", f"samples, {history}", f"trained, {history}"]
+        compared = [driver for driver in drivers if not driver.twin]
+        shapes = [[driver.name, driver.dialect, *self._shapes([driver])] for driver in compared]
+        shapes.append(["**all**", "", *self._shapes(compared)])
+        return page + SHAPES + "\n" + _table(columns, shapes)
 
     def _row(self, driver: Driver) -> list[str]:
-        runs = self.runs[driver, "faithful"]
-        calls = [len(run.calls) for run in runs]
+        runs = self.runs[driver]
         forks = Counter(call.fork for run in runs for call in run.calls if call.fork is not None and call.number)
         ledger = sum((check_accounts(run.calls) for run in runs), Ledger())
         return [
             driver.name,
             driver.version,
             driver.dialect,
-            _span(calls),
-            _span([leaves(run) for run in runs]),
+            _span([len(run.calls) for run in runs]),
+            _span([leaves(run.calls) for run in runs]),
             ", ".join(f"{cause} {count}" for cause, count in sorted(forks.items())) or "none",
-            f"{100 * ledger.trained / ledger.sampled:.0f} %",
-            ", ".join(one for one in ("failure", "cut", "hold") if one in self.survived[driver]) or "-",
+            _share(ledger.trained, ledger.sampled),
+            ", ".join(one for one in ("failure", "cut", "hold", "stall") if one in self.survived[driver]) or "-",
         ]
 
-    def _shapes(self, driver: Driver, histories: Sequence[str]) -> list[str]:
-        return [cell for history in histories for cell in _shape(self.runs.get((driver, history), []))]
-
-    def _all(self, drivers: Sequence[Driver], histories: Sequence[str]) -> list[str]:
+    def _shapes(self, drivers: Sequence[Driver]) -> list[str]:
         cells: list[str] = []
-        for history in histories:
-            runs = [run for driver in drivers for run in self.runs[driver, history]]
-            chains = [leaves(run) == 1 for run in runs]
-            samples = [leaves(run) for run in runs]
-            cells += [f"{100 * sum(chains) / len(chains):.0f} %", f"{sum(samples) / len(samples):.2f}"]
+        for history in HISTORIES:
+            runs = [calls for driver in drivers for calls in self.calls[driver, history]]
+            samples = [leaves(calls) for calls in runs]
+            ledger = sum((check_accounts(calls) for calls in runs), Ledger())
+            cells += [
+                _share(sum(count == 1 for count in samples), len(samples)),
+                f"{sum(samples) / len(samples):.2f}",
+                _share(ledger.trained, ledger.sampled),
+            ]
         return cells
 
 
-def leaves(run: Run) -> int:
-    """Samples that a run's main conversation and its side calls are trained as."""
-    answered = [call.number for call in run.calls if call.status == "ok" and call.sampled]
-    return len(build_tree(run.calls).leaves(answered))
+def leaves(calls: Sequence[Call]) -> int:
+    """Samples that a rollout is trained as: the leaves of its tree, of the calls that are trained."""
+    trained = [call.number for call in calls if call.sampled and untrained(call) is None]
+    return len(build_tree(calls).leaves(trained))
 
 
-def _shape(runs: Sequence[Run]) -> list[str]:
-    if not runs:
-        return ["-", "-"]
-    samples = [leaves(run) for run in runs]
-    return [f"{sum(count == 1 for count in samples)} of {len(runs)}", f"{sum(samples) / len(samples):.2f}"]
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
 
 
 def _span(counts: Sequence[int]) -> str:

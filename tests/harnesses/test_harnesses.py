@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from longrein.gateway.tokens import TextModel
 from .conftest import Breakable, Gateways, Runs
 from .drivers import DRIVERS, Driver
 from .engine import BreakableEngine, Fault
+from .histories import replanned
 from .install import missing
 from .runs import (
     Run,
@@ -33,12 +35,21 @@ from .runs import (
     run,
     shape,
 )
+from .scripts import ANSWER
 from .table import Figures
 
 ALL = os.environ.get("LONGREIN_TEST_HARNESSES") == "all"
 CHOSEN = [driver for driver in DRIVERS if ALL or driver.cheap]
 MANNERS = ("plain", "thinking", "odd") if ALL else ("thinking",)
 HOLD_SECONDS = 90
+#: Longer than any harness waits in silence: they leave after 120 to 300 seconds.
+STALL_SECONDS = 330
+#: Harnesses that time a silent stream out.
+PATIENT = [
+    driver
+    for driver in CHOSEN
+    if driver.streams and driver.install in ("claude-code", "codex", "qwen-code", "opencode")
+]
 #: Harnesses that are held at the same time: that many start on a small machine without keeping each other waiting.
 AT_ONCE = 11
 
@@ -65,19 +76,21 @@ def test_a_harness_does_its_task_and_its_tree_is_exact(
     assert [call.kind for call in done.calls].count("title") == driver.title
     titles = sum(len(call.sampled) for call in done.calls if call.kind == "title")
     assert ledger.trained == ledger.sampled - titles
-    measured.add("faithful", done)
+    again = replanned(done.calls, text_model, "faithful")
+    assert shape(again) == shape(done.calls)
+    assert check_accounts(again).sampled == ledger.sampled
+    measured.add(done, text_model)
 
 
 @pytest.mark.parametrize("driver", [driver for driver in CHOSEN if not driver.twin], ids=repr)
 @pytest.mark.parametrize("history", ["sampled", "rendered"])
-@pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.skipif(not ALL, reason="other histories are measured by make test-harnesses")
-def test_other_histories_lose_nothing(driver: Driver, manner: str, history: str, runs: Runs, measured: Figures) -> None:
-    done = runs(driver, manner, history)
+@pytest.mark.skipif(not ALL, reason="gateways of other histories are tried by make test-harnesses")
+def test_other_histories_lose_nothing(driver: Driver, history: str, runs: Runs, text_model: TextModel) -> None:
+    """Run for real; and the planning of another run's requests, which the figures rest on, comes to the same."""
+    done, faithful = runs(driver, "thinking", history), runs(driver, "thinking", "faithful")
     check_success(done)
     check_accounts(done.calls)
-    assert [one[3] for one in shape(done.calls)] == [one[3] for one in shape(runs(driver, manner, "faithful").calls)]
-    measured.add(history, done)
+    assert shape(done.calls) == shape(replanned(faithful.calls, text_model, history))
 
 
 @each
@@ -97,12 +110,18 @@ def test_a_broken_engine_is_not_noticed(
 
 
 def befallen(
-    driver: Driver, faults: list[Fault], gateway: RunningGateway, engine: BreakableEngine, folder: Path
+    driver: Driver,
+    faults: list[Fault],
+    gateway: RunningGateway,
+    engine: BreakableEngine,
+    folder: Path,
+    *,
+    seconds: float = 240,
 ) -> Run:
     """A run that the faults befall."""
     rollout, place = prepare(driver, gateway, folder, "thinking")
     engine.faults[rollout] = faults
-    answer = execute(driver, place)
+    answer = execute(driver, place, seconds=seconds)
     assert all(fault.happened.is_set() for fault in faults)
     return Run(driver, "thinking", rollout, answer, place.work, gateway.calls(rollout))
 
@@ -123,6 +142,13 @@ class Hold:
     resumed_at: float = 0.0
     run: Run | None = None
     failure: BaseException | None = None
+
+    def done(self) -> Run:
+        """The run. Raises what made it fail."""
+        if self.failure is not None:
+            raise self.failure
+        assert self.run is not None
+        return self.run
 
 
 @pytest.fixture(scope="module")
@@ -150,27 +176,62 @@ def held(
             held.failure = error
         return held
 
-    chosen = [driver for driver in CHOSEN if not missing(driver.install)]
-    gateways = [over_engine() for _ in chosen]
+    return _together(hold, CHOSEN, over_engine)
+
+
+@pytest.fixture(scope="module")
+def stalled(
+    over_engine: Breakable, engine: BreakableEngine, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Driver, Hold]:
+    """Runs in which nothing comes from the engine for minutes, in the middle of a reply."""
+
+    def stall(driver: Driver, gateway: RunningGateway) -> Hold:
+        held = Hold()
+        fault = Fault("stall", 1, stall_seconds=STALL_SECONDS)
+        try:
+            held.run = befallen(
+                driver, [fault], gateway, engine, tmp_path_factory.mktemp("stalled"), seconds=2 * STALL_SECONDS
+            )
+        except BaseException as error:
+            held.failure = error
+        return held
+
+    return _together(stall, PATIENT, over_engine)
+
+
+def _together(
+    run_one: Callable[[Driver, RunningGateway], Hold], drivers: Sequence[Driver], start: Breakable
+) -> dict[Driver, Hold]:
+    chosen = [driver for driver in drivers if not missing(driver.install)]
+    gateways = [start() for _ in chosen]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip(chosen, pool.map(hold, chosen, gateways), strict=True))
+        return dict(zip(chosen, pool.map(run_one, chosen, gateways), strict=True))
 
 
 @each
 def test_a_hold_is_not_noticed(driver: Driver, held: dict[Driver, Hold], runs: Runs, measured: Figures) -> None:
-    hold = held[driver]
-    if hold.failure is not None:
-        raise hold.failure
-    assert hold.run is not None
+    hold, done = held[driver], held[driver].done()
     waited = [
         call
-        for call in hold.run.calls
+        for call in done.calls
         if call.started_at > hold.paused_at and (call.first_token_at or 0.0) >= hold.resumed_at
     ]
     assert waited
     assert hold.resumed_at - hold.paused_at >= HOLD_SECONDS
-    check_unchanged(hold.run, runs(driver, "thinking", "faithful"))
+    check_unchanged(done, runs(driver, "thinking", "faithful"))
     measured.survived[driver].add("hold")
+
+
+@pytest.mark.skipif(not ALL, reason="long stalls are waited out by make test-harnesses")
+@pytest.mark.parametrize("driver", PATIENT, ids=repr)
+def test_a_stall_of_minutes_is_not_noticed(
+    driver: Driver, stalled: dict[Driver, Hold], runs: Runs, measured: Figures
+) -> None:
+    """Clients leave a stream that is silent for two to five minutes; keep-alives that they count as life hold them."""
+    done = stalled[driver].done()
+    assert [call.status for call in done.calls if call.status != "ok"] == []
+    check_unchanged(done, runs(driver, "thinking", "faithful"))
+    measured.survived[driver].add("stall")
 
 
 @pytest.mark.parametrize(
@@ -192,3 +253,20 @@ def test_sub_agents_are_branches_of_their_own(
     assert {call.parent for call in subs if call.parent is not None} == roots
     main = [call for call in done.calls if call.kind == "main"]
     assert [call.parent for call in main] == [None, *(call.number for call in main[:-1])]
+
+
+@pytest.mark.parametrize("driver", [driver for driver in CHOSEN if driver.name == "Codex CLI"], ids=repr)
+def test_a_compaction_is_a_call_of_its_kind_and_what_follows_says_why_it_forks(
+    driver: Driver, scripted: Gateways, runs: Runs, tmp_path: Path, text_model: TextModel
+) -> None:
+    """Codex replaces the history by a summary when the usage that it is told passes its limit."""
+    longest = runs(driver, "thinking", "faithful").calls[1]
+    limit = longest.prompt_length + len(longest.sampled) - 1
+    settings = ["-c", f"model_context_window={2 * limit}", "-c", f"model_auto_compact_token_limit={limit}"]
+    small = replace(driver, command=lambda place: [*driver.command(place)[:-1], *settings, place.task])
+    done = run(small, scripted("faithful"), tmp_path, "thinking")
+    assert ANSWER in done.answer
+    check_accounts(done.calls)
+    check_texts(done.calls, text_model)
+    assert [call.kind for call in done.calls] == ["main", "main", "compaction", "main"]
+    assert done.calls[-1].fork == "compaction"
