@@ -238,21 +238,6 @@ async def test_a_guide_that_the_engine_refuses_is_the_clients_error(attempt: Att
     assert (await attempt.last())["status"] == "error"
 
 
-async def test_engines_of_the_completions_protocol_refuse_by_name(attempt: Attempt) -> None:
-    other = {"model": "policy", "endpoint": "http://127.0.0.1:9/v1", "protocol": "completions"}
-    assert (await attempt.served.http.post("/api/models", json=[other])).status_code == 201
-    body: dict[str, Any] = {"messages": ASKED, "logprobs": True}
-    for more, param in (
-        ({"tools": CHAT_TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-    ):
-        answer = await attempt.post("openai/v1/chat/completions", **body, **more)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param
-        assert "completions protocol" in answer.json()["error"]["message"]
-    assert await attempt.served.calls("r") == []
-
-
 # Log-probabilities
 
 
