@@ -91,9 +91,6 @@ class TextModel:
         ]
         preferred = [pair for pair in clean if pair[1] in self.stop_ids]
         self._anchor = (preferred or clean or [None])[0]
-        self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
-        self._plain.add_special_tokens([tokenizers.AddedToken(s, special=True, normalized=False) for s in self.control])
-        self._plain.encode_special_tokens = True
 
     def __repr__(self) -> str:
         return f"TextModel({self.name!r})"
@@ -210,7 +207,11 @@ class TextModel:
         return ids[1:]
 
     def _encode_plain(self, text: str) -> list[int]:
-        assert self._plain is not None
+        if self._plain is None:  # a second tokenizer takes memory; most runs never need it
+            self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+            spelled = [tokenizers.AddedToken(text, special=True, normalized=False) for text in self.control]
+            self._plain.add_special_tokens(spelled)
+            self._plain.encode_special_tokens = True
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if (self.exact and self.decode(ids) != text) or not self.control_ids.isdisjoint(ids):
             raise ControlTextError(
