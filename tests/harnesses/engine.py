@@ -132,7 +132,8 @@ def read_prompt(model: TextModel, ids: Sequence[int]) -> tuple[list[Json], list[
         except ValueError:
             break
         role, _, content = model.decode(list(ids[at + 1 : stop])).partition("\n")
-        if role == "system" and not messages and (listed := content.rpartition("Tools:\n")[2]):
+        _, found, listed = content.rpartition("Tools:\n")
+        if role == "system" and not messages and found and listed.startswith("{"):
             tools = [json.loads(line) for line in listed.splitlines()]
         messages.append({"role": role, "content": content})
         at = stop

@@ -129,7 +129,10 @@ def befallen(
 def check_unchanged(done: Run, reference: Run) -> None:
     """The answer and the tree of the answered calls are those of a run without the fault."""
     check_success(done)
-    assert shape(done.calls) == shape(reference.calls)
+    if done.driver.flattens:  # a retry is its call's equal, and then no fork
+        assert [one[3] for one in shape(done.calls)] == [one[3] for one in shape(reference.calls)]
+    else:
+        assert shape(done.calls) == shape(reference.calls)
     ledger = check_accounts(done.calls)
     assert set(ledger.untrained) <= {"abandoned", "call error", "side call"}
 
