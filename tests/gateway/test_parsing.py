@@ -332,6 +332,53 @@ def test_malformed_calls_of_the_families_stay_text(tmp_path: Path, family: str, 
     assert reply.content == text
 
 
+STREAMED = [
+    (
+        "deepseek",
+        "I will look at the file that you named first, and then say what stands in it.",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a":1}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "qwen3.5",
+        "hm, a file\n</think>\n\nI will look at the file that you named first, and then say what stands in it.",
+        "\n<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "call"), STREAMED)
+@pytest.mark.parametrize("ending", ["", "call", "broken"])
+def test_text_of_the_families_streams_and_joins_to_the_whole(
+    tmp_path: Path, family: str, text: str, call: str, ending: str
+) -> None:
+    model = load_text_model(str(make_family_folder(tmp_path, family)))
+    tail = "<think>\n" if "</think>" in text else ""
+    text += {"": "", "call": call, "broken": call[: len(call) // 2]}[ending]
+    ids = model.encode(Rendered(text))
+
+    def reply(stream: bool) -> tuple[Message, list[int]]:
+        options = ParserOptions(tail, (), TOOLS, lambda i: f"id{i}", stream)
+        parser, detokenizer = make_parser("auto", model, str(tmp_path))(options), Detokenizer(model)
+        deltas, early = [], []
+        for at, id in enumerate(ids):
+            pieces = parser.push([id], detokenizer.push([id]))
+            deltas += pieces
+            early += [at] * len(pieces)
+        return message_of([*deltas, *parser.push([], detokenizer.finish()), *parser.finish()]), early
+
+    (whole, _), (streamed, early) = reply(False), reply(True)
+    assert early
+    assert early[0] < len(ids) - 8
+    if ending == "broken":  # as it was sampled, whatever has been given on before
+        assert streamed.tool_calls == whole.tool_calls == ()
+        assert streamed.content.endswith(call[: len(call) // 2].lstrip("\n"))
+        assert whole.content.endswith(streamed.content)
+    else:
+        assert streamed == whole
+        assert len(streamed.tool_calls) == (ending == "call")
+
+
 def test_mistral_calls_are_text_without_tools(tmp_path: Path) -> None:
     text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
     assert read_family(tmp_path, "mistral", text, tools=[]).content == text

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from longrein.gateway.dialects import (
 from longrein.gateway.dialects import (
     messages as anthropic_messages,
 )
-from longrein.gateway.engines import Chunk, Engine, EngineError, Generate
+from longrein.gateway.engines import Engine, EngineError
 from longrein.gateway.engines.scripted import ScriptedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
@@ -50,19 +50,15 @@ from longrein.gateway.grammars import guide_of
 from longrein.gateway.jobs import Attempt, Job, Running
 from longrein.gateway.kinds import kind_of
 from longrein.gateway.loading import load_text_model
-from longrein.gateway.logprobs import tokens_of, tokens_within
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import (
-    Delta,
     HermesParser,
-    ParserOptions,
-    PlainParser,
-    StopStrings,
     make_parser,
-    message_of,
 )
-from longrein.gateway.tokens import ControlTextError, Detokenizer, Rendered, TemplateError
-from longrein.records import Call, Mode, Rollout, now
+from longrein.gateway.recording import call_record
+from longrein.gateway.sampling import choice_of, sample
+from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError
+from longrein.records import Mode, Rollout, now
 from longrein.schema import StoreError
 from longrein.store import Conflict, NotFound
 
@@ -132,7 +128,7 @@ class TokenCalls:
         def endpoints():
             return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
 
-        return TokensEngine(self.gateway.http, endpoints)
+        return TokensEngine(self.gateway.engine_http, endpoints)
 
     def _teacher_engine(self) -> Engine | None:
         from longrein.functions import load_function
@@ -333,90 +329,6 @@ class TokenCalls:
             raise PromptTooLong(prompt_length, self.model.context, param)
         return min(wanted, room)
 
-    # Sampling
-
-    async def _sample(self, job: Job, call: Running) -> AsyncIterator[Delta]:
-        """Sample one call's reply and read it: yields what a client may see, as it comes."""
-        request = job.request
-        detokenizer = Detokenizer(self.model)
-        stops = StopStrings(request.sampling.stop)
-        options = ParserOptions(
-            prompt_tail=call.prompt_tail,
-            prompt_ids=call.prompt_ids,
-            tools=request.tools if request.use_tools else (),
-            call_id=lambda i: _call_id(job, call.recorded.number, i, self.model.short_call_ids),
-            stream=request.stream,
-        )
-        parser = self.parser(options) if request.prompts is None else PlainParser()
-        generate = Generate(
-            request_id=f"{job.rollout.rollout_id}/{job.attempt_id}/{call.recorded.number}",
-            rollout_id=job.rollout.rollout_id,
-            token_ids=call.prompt_ids,
-            max_tokens=call.max_tokens,
-            temperature=job.temperature,
-            top_p=request.sampling.top_p,
-            top_k=request.sampling.top_k,
-            stop_token_ids=sorted(self.model.stop_ids),
-            seed=call.seed,
-            stream=request.stream or bool(request.sampling.stop),
-            guide=job.guide,
-            top_logprobs=request.top_logprobs,
-            messages=[m.for_template() for m in call.messages],
-            tools=list(request.tools),
-        )
-        stream = job.engine.generate(generate)
-        try:
-            async for chunk in stream:
-                _collect(call, chunk)
-                for ids in self._pieces(job, call, chunk):
-                    text = stops.push(detokenizer.push(_without_stop(ids, self.model.stop_ids)))
-                    for delta in self._read(call, parser.push(ids, text)):
-                        yield delta
-                if stops.stopped is not None:
-                    call.finish_reason, call.stopped = "stop", stops.stopped
-                    break
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
-        text = stops.push(detokenizer.finish(), final=True)
-        for delta in self._read(call, [*parser.push([], text), *parser.finish()]):
-            yield delta
-
-    def _pieces(self, job: Job, call: Running, chunk: Chunk) -> Iterator[Sequence[int]]:
-        """The ids of a chunk as they are read: one by one where a client wants to know which piece each is part of."""
-        if not job.request.logprobs or chunk.logprobs is None:
-            yield chunk.token_ids
-            return
-        tokens = tokens_of(self.model, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
-        for id, token in zip(chunk.token_ids, tokens, strict=True):
-            call.tokens.append(token)
-            yield [id]
-
-    def _read(self, call: Running, deltas: Sequence[Delta]) -> Sequence[Delta]:
-        untold = tuple(call.tokens[call.told :])
-        if deltas and untold:
-            deltas = [replace(deltas[0], tokens=untold), *deltas[1:]]
-            call.told = len(call.tokens)
-        call.deltas.extend(deltas)
-        return deltas
-
-    def _choice(self, job: Job, call: Running) -> Choice:
-        message = message_of(call.deltas)
-        finish = call.finish_reason or "stop"
-        if message.tool_calls and finish == "stop":
-            finish = "tool_calls"
-        return Choice(
-            call.index,
-            message,
-            message.content,
-            finish,
-            call.prompt_ids,
-            call.sampled,
-            call.logprobs,
-            call.tokens,
-            [token for delta in call.deltas if delta.content for token in tokens_within(delta.tokens, delta.content)],
-            call.stopped,
-        )
-
     # Running and recording
 
     async def _run(self, job: Job) -> None:
@@ -426,7 +338,7 @@ class TokenCalls:
         sampling = asyncio.ensure_future(self._sample_all(job, writer))
         try:
             await self._keep_alive(job, writer, sampling)
-            await self._succeed(job, writer, [self._choice(job, call) for call in job.running])
+            await self._succeed(job, writer, [choice_of(call) for call in job.running])
         except EngineError as error:
             await self._fail(job, writer, _of_engine(error, job))
         except DialectError as error:
@@ -446,7 +358,7 @@ class TokenCalls:
         async def one(call: Running) -> None:
             for event in writer.opening(call.index) if writer is not None else ():
                 job.delivery.write(event)
-            async for delta in self._sample(job, call):
+            async for delta in sample(self.model, self.parser, job, call):
                 for event in writer.delta(call.index, delta) if writer is not None else ():
                     job.delivery.write(event)
 
@@ -505,53 +417,12 @@ class TokenCalls:
 
     async def _record(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
         """Put the calls into the store, and into the history that later calls continue."""
-        done = bool(job.choices)
-        await asyncio.gather(
-            *(
-                self.gateway.store.add_call(self._call(job, call, status, error, http_status, done))
-                for call in job.running
-            )
-        )
+        records = [call_record(self.model.name, job, call, status, error, http_status) for call in job.running]
+        await asyncio.gather(*(self.gateway.store.add_call(record) for record in records))
         job.recorded = True
         for call in job.running:
-            message = self._choice(job, call).message if status == "ok" else None
+            message = choice_of(call).message if status == "ok" else None
             job.attempt.history.add(call.recorded, self.model, call.sampled, message)
-
-    def _call(self, job: Job, call: Running, status: str, error: Json | None, http_status: int, done: bool) -> Call:
-        choice = self._choice(job, call)
-        recorded = call.recorded
-        parent_tools = recorded.parent.tools if recorded.parent is not None else []
-        return Call(
-            rollout_id=job.rollout.rollout_id,
-            attempt_id=job.attempt_id,
-            number=recorded.number,
-            dialect=job.dialect.name,  # type: ignore[arg-type]
-            mode=job.mode,
-            model=self.model.name,
-            engine=job.engine.name,
-            kind=call.kind,
-            parent=recorded.parent.number if recorded.parent is not None else None,
-            fork=call.plan.fork,
-            prefix=recorded.prefix.number if recorded.prefix is not None else None,
-            prefix_length=recorded.prefix_length,
-            prompt_delta=recorded.prompt_ids,
-            prompt_length=recorded.prompt_length,
-            sampled=call.sampled,
-            logprobs=call.logprobs,
-            versions=call.versions,
-            messages_keep=recorded.messages_keep,
-            messages=[m.to_json() for m in recorded.messages],
-            tools=None if list(parent_tools) == list(recorded.tools) else list(recorded.tools),
-            reply=choice.message.to_json() if done else {},
-            sampling=_sampling_record(job, call),
-            status=status,  # type: ignore[arg-type]
-            finish_reason=choice.finish_reason if done else None,
-            http_status=http_status,
-            error=error,
-            started_at=call.started_at,
-            first_token_at=call.first_token_at,
-            finished_at=now(),
-        )
 
     # Clients that go and come back
 
@@ -641,50 +512,10 @@ def _seed(run_seed: int, rollout_id: str, attempt_id: str, number: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _call_id(job: Job, number: int, index: int, short: bool) -> str:
-    """A tool-call id that no other call has, in the form the template accepts."""
-    digest = hashlib.sha256(f"{job.rollout.rollout_id}\0{job.attempt_id}\0{number}\0{index}".encode()).hexdigest()
-    return digest[:9] if short else f"call_{digest[:24]}"
-
-
 def _answer_id(rollout: Rollout, attempt_id: str, number: int) -> str:
     """What an answer's id ends with: the same for the same call, in any process."""
     text = f"{rollout.rollout_id}\0{attempt_id}\0{number}\0{rollout.status.created_at}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _collect(call: Running, chunk: Chunk) -> None:
-    if chunk.token_ids:
-        call.first_token_at = call.first_token_at or now()
-        call.sampled.extend(chunk.token_ids)
-        if chunk.logprobs is None or call.logprobs is None:
-            call.logprobs = None
-        else:
-            call.logprobs.extend(chunk.logprobs)
-        for version, count in chunk.versions:
-            if call.versions and call.versions[-1][0] == version:
-                call.versions[-1] = (version, call.versions[-1][1] + count)
-            else:
-                call.versions.append((version, count))
-    if chunk.finish_reason is not None:
-        call.finish_reason = chunk.finish_reason
-
-
-def _without_stop(ids: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
-    return ids[:-1] if ids and ids[-1] in stop_ids else ids
-
-
-def _sampling_record(job: Job, call: Running) -> Json:
-    record: Json = {"temperature": job.temperature, "max_tokens": call.max_tokens, "seed": call.seed}
-    if job.request.sampling.stop:
-        record["stop"] = list(job.request.sampling.stop)
-    if job.request.sampling.top_p != 1.0:
-        record["top_p"] = job.request.sampling.top_p
-    if job.request.sampling.top_k:
-        record["top_k"] = job.request.sampling.top_k
-    if job.request.form is not None:
-        record["guide"] = job.request.form.said
-    return record
 
 
 def _conversation_of(id: str, dialect: Dialect, rollout: Rollout, attempt: Attempt) -> list[Message]:

@@ -38,3 +38,19 @@ _OPENERS = {
 def opener(parser: str) -> str:
     """The mark that opens a section of calls, for the parsers that may lose one; empty for others."""
     return _OPENERS.get(parser, "")
+
+
+#: What calls begin with, by parser, where text before them can be told from them.
+_MARKS = {
+    **_OPENERS,
+    "glm-4.5": "<tool_call>",
+    "glm-5": "<tool_call>",
+    "qwen3.5": "<tool_call>",
+    "prime-qwen3": "<tool_call>",
+    "nemotron-3": "<tool_call>",
+}
+
+
+def begins_calls(parser: str) -> str:
+    """The mark that every call of the family stands behind; empty where there is none (a bare JSON object, say)."""
+    return _MARKS.get(parser, "")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longrein.config import ConfigError
-from longrein.gateway.families import opener, recognise
+from longrein.gateway.families import recognise
 from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message, ToolCall
 from longrein.gateway.tokens import TextModel
@@ -253,117 +253,6 @@ class PlainParser:
         return []
 
 
-@dataclass
-class RendererParser:
-    """A family of the `renderers` package. Its parsers read whole replies, so the reply is emitted at its end."""
-
-    renderer: Any
-    options: ParserOptions
-    model: TextModel
-    opener: str
-    """What opens a section of calls that its parser may leave out; empty: nothing is lost."""
-    _ids: list[int] = field(default_factory=list)
-    _text: str = ""
-
-    def push(self, ids: Sequence[int], text: str) -> list[Delta]:
-        self._ids.extend(ids)
-        self._text += text
-        return []
-
-    def finish(self) -> list[Delta]:
-        parsed = self.renderer.parse_response(
-            self._ids, tools=list(self.options.tools) or None, prompt_ids=list(self.options.prompt_ids)
-        )
-        attempts = list(parsed.tool_calls or [])
-        calls = [self._call(i, attempt) for i, attempt in enumerate(attempts)]
-        kept = f"{parsed.reasoning_content} {parsed.content}"
-        lost = not attempts and self.opener in self._text and self.opener not in kept
-        if None in calls or (attempts and not self.options.tools) or lost:
-            return [Delta(content=self._text)] if self._text else []
-        out: list[Delta] = []
-        if parsed.reasoning_content:
-            out.append(Delta(reasoning=parsed.reasoning_content))
-        if parsed.content:
-            out.append(Delta(content=parsed.content))
-        out.extend(Delta(tool_call=call) for call in calls)
-        behind = self._behind(attempts[-1].token_span) if attempts else ""
-        return [*out, Delta(content=behind)] if behind.strip() else out
-
-    def _behind(self, span: tuple[int, int] | None) -> str:
-        """Text behind the last call, which is content again; the marks that close calls are not."""
-        if span is None:
-            return ""
-        added = self.model.tokenizer.get_added_tokens_decoder()
-        return self.model.decode([id for id in self._ids[span[1] :] if id not in added])
-
-    def _call(self, index: int, attempt: Any) -> ToolCall | None:
-        """None when the attempt is malformed."""
-        # invalid_json beside an object says that a value was read as text: that is still a call.
-        if not attempt.name or attempt.status not in ("ok", "invalid_json") or not isinstance(attempt.arguments, dict):
-            return None
-        try:
-            arguments = json.dumps(attempt.arguments, ensure_ascii=False, allow_nan=False)
-            arguments.encode()
-        except ValueError:
-            return None
-        written = _written(attempt.raw, attempt.arguments)
-        return ToolCall(attempt.id or self.options.call_id(index), attempt.name, written or arguments)
-
-
-def _written(raw: str, arguments: Json) -> str | None:
-    """The arguments as the model wrote them, where the family writes them as JSON: bare, or inside the call's object."""
-    at = -1
-    for _ in range(2):
-        at = raw.find("{", at + 1)
-        if at < 0:
-            return None
-        try:
-            value, end = json.JSONDecoder().raw_decode(raw, at)
-        except ValueError:
-            return None
-        if value == arguments:
-            return raw[at:end]
-    return None
-
-
-@dataclass(frozen=True)
-class RendererTokenizer:
-    """What the `renderers` package asks of a tokenizer, answered by ours."""
-
-    model: TextModel
-    name_or_path: str
-
-    @property
-    def eos_token_id(self) -> int:
-        return min(self.model.stop_ids)
-
-    @property
-    def unk_token_id(self) -> int | None:
-        unknown = self.model.variables.get("unk_token")
-        return self.model.tokenizer.token_to_id(unknown) if unknown else None
-
-    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        return self.model.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
-        ids = [ids] if isinstance(ids, int) else list(ids)
-        if skip_special_tokens:
-            return self.model.tokenizer.decode(ids, skip_special_tokens=True)
-        return self.model.decode(ids)
-
-    def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
-        if isinstance(token, str):
-            id = self.model.tokenizer.token_to_id(token)
-            return id if id is not None else self.unk_token_id
-        return [self.convert_tokens_to_ids(t) for t in token]
-
-    def get_vocab(self) -> dict[str, int]:
-        return self.model.tokenizer.get_vocab()
-
-    def __len__(self) -> int:
-        return self.model.tokenizer.get_vocab_size()
-
-
 def make_parser(name: str, model: TextModel, model_path: str) -> Callable[[ParserOptions], ReplyParser]:
     """The parser that model.parser names. `auto`: the family that `renderers` knows the model by its hub name, else the
     one whose tool calls the chat template writes, else Hermes.
@@ -408,21 +297,9 @@ def _named_parser(name: str, model: TextModel, model_path: str) -> Callable[[Par
         from longrein.gateway.mistral import MistralParser
 
         return MistralParser
-    from renderers import config_from_name, create_renderer
-    from renderers.base import RENDERER_REGISTRY, _populate_registry
+    from longrein.gateway.renderer import renderer_parser
 
-    _populate_registry()
-    if name not in RENDERER_REGISTRY:
-        known = ", ".join(sorted(RENDERER_REGISTRY))
-        raise ConfigError(f"model.parser: {name!r} is no parser; known are auto, hermes, mistral, none, {known}")
-    try:
-        config: Any = config_from_name(name)
-        renderer = create_renderer(RendererTokenizer(model, model_path), config)
-    except Exception as error:
-        raise ConfigError(
-            f"model.parser: the {name} parser does not fit the tokenizer of {model_path}: {error}"
-        ) from None
-    return lambda options: RendererParser(renderer, options, model, opener(name))
+    return renderer_parser(name, model, model_path)
 
 
 def read_json(text: str) -> Any:

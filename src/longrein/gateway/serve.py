@@ -22,6 +22,7 @@ from starlette.responses import Response
 from longrein.config import Config, ConfigError
 from longrein.gateway.access import Access
 from longrein.gateway.app import create_app
+from longrein.gateway.engines.client import engine_client
 from longrein.gateway.gate import Gate
 from longrein.records import Mode, ModelEndpoint, Rollout
 from longrein.store import Store, store_url
@@ -80,7 +81,9 @@ class Gateway:
     gate: Gate
     access: Access
     http: httpx.AsyncClient
-    """For engines and endpoints; without a limit of connections or of the time an answer takes."""
+    """For endpoints that take text; without a limit of connections or of the time an answer takes."""
+    engine_http: httpx.AsyncClient = field(default_factory=engine_client)
+    """For engines that take token ids."""
     changes: Changes = field(default_factory=Changes)
     calls: Calls = field(init=False)
     engine: TokensEngine | None = None
@@ -129,6 +132,7 @@ class Gateway:
         """Record what is still sampled as abandoned; let go of the connections and the store."""
         await self.calls.close()
         await self.http.aclose()
+        await self.engine_http.aclose()
         self.store.close()
 
 

@@ -16,9 +16,6 @@ from longrein.records import Json
 
 T = TypeVar("T")
 
-#: Connecting may take so long (seconds); an answer takes what it takes, and waits for a free connection if it must.
-TIMEOUT = httpx.Timeout(None, connect=10.0)
-
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -76,7 +73,7 @@ async def base_model(http: httpx.AsyncClient, url: str) -> Card:
 @asynccontextmanager
 async def posted(http: httpx.AsyncClient, url: str, body: Json) -> AsyncIterator[httpx.Response]:
     """POST `body`; the answer with its content still to be read, whatever its status. Leaving closes the connection."""
-    async with http.stream("POST", url, content=msgspec.json.encode(body), headers=_HEADERS, timeout=TIMEOUT) as answer:
+    async with http.stream("POST", url, content=msgspec.json.encode(body), headers=_HEADERS) as answer:
         yield answer
 
 
