@@ -42,8 +42,9 @@ SHAPES = f"""
 Of the three runs of each harness: how many stay one chain (one sample holds all the tokens that are trained), samples
 (leaves of the tree) a rollout, and the share of its sampled tokens that is trained. `faithful` shows the model what the
 template makes of the harness's messages, `sampled` keeps the model's own tokens for every turn that is recognised,
-`rendered` encodes everything anew, as a system without recorded ids does. What is not trained is the title that opencode
-asks for. Agent Lightning reports of its own harnesses and tasks, so as an orientation and no comparison: {REFERENCE}.
+`rendered` encodes everything anew, as a system without recorded ids does (the script samples what the tokenizer gives,
+so re-tokenizing changes nothing here; a real model's samples differ). What is not trained is the title that opencode asks
+for. Agent Lightning reports of its own harnesses and tasks, so as an orientation and no comparison: {REFERENCE}.
 """
 
 

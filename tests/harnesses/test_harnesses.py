@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -156,7 +157,10 @@ class Hold:
 
 @pytest.fixture(scope="module")
 def held(
-    over_engine: Breakable, engine: BreakableEngine, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    over_engine: Breakable,
+    engine: BreakableEngine,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[Driver, Hold]:
     """Every harness's run that is held. All at once, since each of them mostly waits."""
 
@@ -179,12 +183,15 @@ def held(
             held.failure = error
         return held
 
-    return _together(hold, CHOSEN, over_engine)
+    return _together(hold, _asked(request), over_engine)
 
 
 @pytest.fixture(scope="module")
 def stalled(
-    over_engine: Breakable, engine: BreakableEngine, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    over_engine: Breakable,
+    engine: BreakableEngine,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[Driver, Hold]:
     """Runs in which nothing comes from the engine for minutes, in the middle of a reply."""
 
@@ -199,7 +206,13 @@ def stalled(
             held.failure = error
         return held
 
-    return _together(stall, PATIENT, over_engine)
+    return _together(stall, _asked(request), over_engine)
+
+
+def _asked(request: pytest.FixtureRequest) -> list[Driver]:
+    """The drivers whose tests of this session want the fixture."""
+    wanting = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    return [cast(Driver, item.callspec.params["driver"]) for item in wanting if isinstance(item, pytest.Function)]
 
 
 def _together(
