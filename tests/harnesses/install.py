@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Installs the Python ones: in seconds, where pip takes minutes.
-UV = "uv==0.13.8"
 ROOT = Path(os.environ.get("LONGREIN_HARNESSES") or Path(__file__).parents[2] / ".harnesses")
 
 
@@ -98,22 +96,11 @@ def install(name: str) -> float:
         command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--engine-strict=false"]
         _run([*command, *wanted.packages], folder(name))
     else:
-        uv = _uv()
-        _run([uv, "venv", "--quiet", "--python", _python(wanted.python), str(folder(name))], ROOT)
-        python = str(folder(name) / "bin" / "python")
-        _run([uv, "pip", "install", "--quiet", "--python", python, *wanted.packages], ROOT)
+        _run([_python(wanted.python), "-m", "venv", str(folder(name))], ROOT)
+        pip = [str(folder(name) / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        _run([*pip, *wanted.packages], ROOT)
     (folder(name) / "installed.json").write_text(json.dumps(wanted.packages))
     return time.monotonic() - begun
-
-
-def _uv() -> str:
-    """uv, installed beside the harnesses where it is missing."""
-    place = ROOT / "uv"
-    if not (place / "bin" / "uv").is_file():
-        shutil.rmtree(place, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", str(place)], ROOT)
-        _run([str(place / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", UV], ROOT)
-    return str(place / "bin" / "uv")
 
 
 def _stamp(name: str) -> list[str]:
