@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 SEEDS ?= 0 1 2
 # Only `make bench` wants it.
-PYTHON312 ?= $(shell command -v python3.12 2>/dev/null)
+PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
