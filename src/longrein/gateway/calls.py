@@ -175,10 +175,10 @@ class TokenCalls:
 
     async def close(self) -> None:
         """End what is being sampled; it is recorded as abandoned."""
-        works = [job.work for attempt in self.attempts.values() for job in attempt.jobs if job.work is not None]
-        for work in works:
-            work.cancel()
-        await asyncio.gather(*works, return_exceptions=True)
+        jobs = [job for attempt in self.attempts.values() for job in attempt.jobs if job.work is not None]
+        for job in jobs:
+            self._cancel(job)
+        await asyncio.gather(*(job.work for job in jobs if job.work is not None), *self._tasks, return_exceptions=True)
 
     async def _job(self, http: HttpRequest, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
         """The job that answers a request: an earlier one that it is a retry of, or a new one."""
@@ -445,7 +445,12 @@ class TokenCalls:
     def _expire(self, job: Job) -> None:
         if job.delivery.ended:
             job.attempt.forget(job)
-        elif not job.delivery.listeners and job.work is not None:
+        elif not job.delivery.listeners:
+            self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        """End the sampling. A job that has its choices is being recorded, and ends by itself."""
+        if job.work is not None and not job.choices:
             job.work.cancel()
 
     async def _count(self, job: Job, *, given: bool) -> None:
