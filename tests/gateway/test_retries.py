@@ -269,6 +269,20 @@ async def test_a_slow_plain_answer_begins_with_white_space(tmp_path: Path, monke
         assert call["status"] == "ok"
 
 
+async def test_a_slow_plain_answer_sends_a_space_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longrein.gateway.delivery.PATIENCE_SECONDS", 0.02)
+    async with harness(tmp_path) as client:
+        url = "/proxy/rollout/r/attempt/0/mode/train/openai/v1/chat/completions"
+        request = client.served.anonymous.build_request("POST", url, json={"messages": [ASK]}, headers=client.token)
+        answer = await client.served.anonymous.send(request, stream=True)
+        pieces = answer.aiter_raw()
+        sent = await anext(pieces)
+        await client.served.calls()  # a round through the gateway: whatever would be sent without waiting has been
+        client.engine.go_on.set()
+        sent += b"".join([piece async for piece in pieces])
+        assert sent.startswith(b" {")
+
+
 async def test_a_slow_plain_answer_that_fails_breaks_the_connection_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starlette.requests import Request as HttpRequest
@@ -73,10 +72,11 @@ class Delivery:
         """Until there is more, or no more to come, or the client has gone, or time is up."""
         if self.ended or gone.done():
             return
-        waiting = self._news
-        gone.add_done_callback(lambda _: waiting.set())
-        with suppress(TimeoutError):
-            await asyncio.wait_for(waiting.wait(), timeout)
+        told = asyncio.ensure_future(self._news.wait())
+        try:
+            await asyncio.wait({told, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
 
 
 def streamed(delivery: Delivery) -> Response:
