@@ -77,7 +77,7 @@ uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", acces
 
 #: Agent Lightning's server, as its own command starts it, on a free port.
 AGENT_LIGHTNING = """
-import socket, uvicorn
+import os, socket, uvicorn
 from importlib.resources import files
 from omegaconf import OmegaConf
 from agentlightning.server.app import create_app
@@ -85,6 +85,7 @@ config = OmegaConf.load(str(files("agentlightning") / "config" / "server.yaml"))
 config.key, config.default_proxy.model_name = "bench", "policy"
 listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
 print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it logs every call; nobody reads that here
 uvicorn.Server(uvicorn.Config(create_app(config), log_level="error", access_log=False)).run(sockets=[listener])
 """
 
