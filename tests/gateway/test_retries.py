@@ -71,6 +71,11 @@ class Harness:
     engine: SteppedEngine
     token: dict[str, str]
 
+    @property
+    def calls(self) -> TokenCalls:
+        assert isinstance(self.served.gateway.calls, TokenCalls)
+        return self.served.gateway.calls
+
     def ask(self, dialect: str, *, stream: bool, **headers: str) -> asyncio.Task[str]:
         """Ask in the background; the text of the whole answer."""
         end, body = BODIES[dialect]
@@ -85,9 +90,7 @@ class Harness:
 
     async def left(self) -> None:
         """Until the gateway knows that nobody listens any more."""
-        calls = self.served.gateway.calls
-        assert isinstance(calls, TokenCalls)
-        while any(job.delivery.listeners for a in calls.attempts.values() for job in a.jobs):  # noqa: ASYNC110
+        while any(job.delivery.listeners for a in self.calls.attempts.values() for job in a.jobs):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def drop(self, asked: asyncio.Task[str]) -> None:
@@ -166,6 +169,23 @@ async def test_a_retry_after_the_answer_was_finished_for_nobody_gets_it(tmp_path
         # It was given: the next equal request is a sibling.
         assert "one1" in await client.ask(dialect, stream=True)
         assert [call["status"] for call in await client.served.calls()] == ["ok", "ok"]
+
+
+async def test_a_finished_answer_is_kept_longer_than_the_grace(tmp_path: Path) -> None:
+    async with harness(tmp_path, retry_grace=2.0) as client:
+        first = client.ask("chat", stream=True)
+        await client.engine.begun.acquire()
+        await client.drop(first)
+        client.engine.go_on.set()
+        await client.served.recorded(1)
+        [attempt] = client.calls.attempts.values()
+        [job] = attempt.jobs
+        assert job.expiry is not None
+        while asyncio.get_running_loop().time() <= job.expiry.when():  # noqa: ASYNC110 (the timer tells nobody)
+            await asyncio.sleep(0.05)
+        assert "one0" in await client.ask("chat", stream=True)
+        assert client.engine.requests == 1
+        assert [call["status"] for call in await client.served.calls()] == ["ok"]
 
 
 @STREAM

@@ -51,10 +51,7 @@ from longrein.gateway.jobs import Attempt, Job, Running
 from longrein.gateway.kinds import kind_of
 from longrein.gateway.loading import load_text_model
 from longrein.gateway.messages import Message
-from longrein.gateway.parsing import (
-    HermesParser,
-    make_parser,
-)
+from longrein.gateway.parsing import HermesParser, make_parser
 from longrein.gateway.recording import call_record
 from longrein.gateway.sampling import choice_of, sample
 from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError
@@ -82,6 +79,8 @@ ATTEMPTS_IN_MEMORY = 4096
 
 @dataclass(frozen=True)
 class Prompt:
+    """One prompt of a request."""
+
     messages: Sequence[Message]
     """As they are recorded."""
     plan: Plan
@@ -168,8 +167,9 @@ class TokenCalls:
                 continue
             attempt.ended = True
             for job in list(attempt.jobs):
-                if not job.delivery.listeners:
-                    self._expire(job)
+                if job.delivery.ended:
+                    attempt.forget(job)
+                self._give_up(job)
             if not attempt.jobs:
                 del self.attempts[key]
 
@@ -191,7 +191,12 @@ class TokenCalls:
             if job.expiry is not None:
                 job.expiry.cancel()
             if not job.counted:
-                await self._count(job, given=True)
+                job.counted = True
+                try:
+                    await self._settle(job)
+                except BaseException:
+                    job.delivery.leave()
+                    raise
             return job
         await self.gateway.gate.refuse_if_closed()
         job = self._admit(http.headers, asked, dialect, rollout, attempt, mode)
@@ -396,24 +401,28 @@ class TokenCalls:
             return  # forgotten as soon as it is given
         job.attempt.keep(job)
         if job.counted:  # the client left while the call was being recorded
-            await self._count(job, given=False)
+            job.counted = False
+            await self._settle(job)
 
     async def _fail(self, job: Job, writer: Writer | None, error: DialectError) -> None:
-        job.attempt.forget(job)
-        try:
-            if not job.recorded:
-                await self._record(job, "error", {"message": error.message}, error.status)
-        except (StoreError, NotFound, Conflict):
-            log.exception("a failed call of %s could not be recorded", job.rollout.rollout_id)
+        await self._record_end(job, "error", {"message": error.message}, error.status)
         if writer is not None:
             job.delivery.write(*writer.error(error))
         job.delivery.end(error)
 
     async def _abandon(self, job: Job) -> None:
         """The job was cancelled: nobody came back for it, or the gateway is going down."""
-        job.attempt.forget(job)
-        await self._record(job, "abandoned", LEFT, 499)
+        await self._record_end(job, "abandoned", LEFT, 499)
         job.delivery.end(DialectError(503, "the call was given up", type="api_error", code="abandoned"))
+
+    async def _record_end(self, job: Job, status: str, error: Json, http_status: int) -> None:
+        """Record a job that has no answer, as far as the store lets us."""
+        job.attempt.forget(job)
+        try:
+            if not job.recorded:
+                await self._record(job, status, error, http_status)
+        except (StoreError, NotFound, Conflict) as problem:
+            log.warning("a call of %s that has no answer is not recorded: %s", job.rollout.rollout_id, problem)
 
     async def _record(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
         """Put the calls into the store, and into the history that later calls continue."""
@@ -435,17 +444,17 @@ class TokenCalls:
             return
         if job.delivery.ended:
             job.attempt.keep(job)
-            task = asyncio.create_task(self._count(job, given=False))
+            job.counted = False
+            task = asyncio.create_task(self._settle(job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             return
         grace = 0.0 if job.attempt.ended else self.gateway.config.gateway.retry_grace
-        job.expiry = asyncio.get_running_loop().call_later(grace, self._expire, job)
+        job.expiry = asyncio.get_running_loop().call_later(grace, self._give_up, job)
 
-    def _expire(self, job: Job) -> None:
-        if job.delivery.ended:
-            job.attempt.forget(job)
-        elif not job.delivery.listeners:
+    def _give_up(self, job: Job) -> None:
+        """End the sampling if nobody listens. One that has ended stays for a retry, however late."""
+        if not job.delivery.listeners:
             self._cancel(job)
 
     def _cancel(self, job: Job) -> None:
@@ -453,9 +462,9 @@ class TokenCalls:
         if job.work is not None and not job.choices:
             job.work.cancel()
 
-    async def _count(self, job: Job, *, given: bool) -> None:
-        """Change the record of a finished job: whether a client was given its answer."""
-        job.counted = given
+    async def _settle(self, job: Job) -> None:
+        """Make the record of a finished job say whether its answer counts as given, as things stand now."""
+        given = job.counted
         numbers = [call.recorded.number for call in job.running]
         await self.gateway.store.mark_calls(
             job.rollout.rollout_id, job.attempt_id, numbers, "ok" if given else "abandoned", None if given else LEFT

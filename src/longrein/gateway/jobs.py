@@ -78,7 +78,7 @@ class Job:
     """Of a finished job."""
     recorded: bool = False
     counted: bool = True
-    """Whether the record of a finished job says that its answer was given."""
+    """Whether the record of a finished job is to say that its answer was given."""
     work: asyncio.Task[None] | None = None
     expiry: asyncio.TimerHandle | None = None
     """Ends the job when nobody has come back for it."""
