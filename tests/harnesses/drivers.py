@@ -224,28 +224,18 @@ DRIVERS = [
     ),
     *(
         Driver(
-            f"OpenAI Agents SDK, {'streamed' if way == 'stream' else 'whole'}",
-            "openai-agents",
+            f"{name}, {'streamed' if way == 'stream' else 'whole'}",
+            install,
             dialect,
-            _python("openai-agents", "openai_agents", dialect, way),
+            _python(install, script, dialect, way),
             streams=way == "stream",
             twin=way == "stream",
             environment=_openai,
             forks=_FORGETS if dialect == "chat" else _EXACT,
         )
-        for dialect in ("chat", "responses")
-        for way in ("whole", "stream")
-    ),
-    *(
-        Driver(
-            f"LangGraph, {'streamed' if way == 'stream' else 'whole'}",
-            "langgraph",
-            dialect,
-            _python("langgraph", "langgraph_agent", dialect, way),
-            streams=way == "stream",
-            twin=way == "stream",
-            environment=_openai,
-            forks=_FORGETS if dialect == "chat" else _EXACT,
+        for name, install, script in (
+            ("OpenAI Agents SDK", "openai-agents", "openai_agents"),
+            ("LangGraph", "langgraph", "langgraph_agent"),
         )
         for dialect in ("chat", "responses")
         for way in ("whole", "stream")
