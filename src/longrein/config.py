@@ -245,7 +245,7 @@ class Algorithm(Section):
         default="none", description="Off-policy correction: none, or token-level truncated importance sampling."
     )
     train_kinds: list[Literal["main", "sub-agent", "compaction", "title"]] = Field(
-        default=["main", "sub-agent", "compaction"], description="Kinds of calls that are trained."
+        default=["main", "sub-agent", "compaction"], min_length=1, description="Kinds of calls that are trained."
     )
     correction_cap: float = Field(default=2.0, gt=0, description="tis: largest importance weight.")
 
