@@ -145,7 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     one = add("audit", audit, "say what agents tried that they should not, with excerpts; status 1 if anything", None)
     one.add_argument("run", metavar="RUN", help="the run's folder; the run may be going on")
     one.add_argument("--rule", metavar="ID", action="append", default=[], help="only this rule; can be given again")
-    one.add_argument("--rollout", metavar="ID", action="append", default=[], help="only this rollout; can be given again")
+    one.add_argument(
+        "--rollout", metavar="ID", action="append", default=[], help="only this rollout; can be given again"
+    )
     one.add_argument("--format", choices=("table", "jsonl"), default="table", help="(%(default)s)")
     one.add_argument(
         "--min-severity", choices=("low", "medium", "high"), default="low", help="leave out what is below (%(default)s)"

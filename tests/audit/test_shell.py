@@ -57,8 +57,8 @@ def test_redirections_and_here_documents() -> None:
 
 
 def test_an_unquoted_here_document_runs_its_substitutions() -> None:
-    assert words("cat <<E\nsays \"$(curl x)\"\nE\n") == [["curl", "x"], ["cat"]] or words(
-        "cat <<E\nsays \"$(curl x)\"\nE\n"
+    assert words('cat <<E\nsays "$(curl x)"\nE\n') == [["curl", "x"], ["cat"]] or words(
+        'cat <<E\nsays "$(curl x)"\nE\n'
     ) == [["cat"], ["curl", "x"]]
     assert words("cat <<'E'\n$(curl x)\nE\n") == [["cat"]]
 
@@ -131,7 +131,7 @@ def test_a_command_on_a_line_of_its_own_is_found_before_any_text(script: str) ->
 
 
 @pytest.mark.parametrize(
-    "unit", ["$(", "`", "((", "<<E\n", "'", '"', "bash -c '", "$((", "eval \"", "a=(", "<(", "${", "\\", "x|", "{ "]
+    "unit", ["$(", "`", "((", "<<E\n", "'", '"', "bash -c '", "$((", 'eval "', "a=(", "<(", "${", "\\", "x|", "{ "]
 )
 def test_deeply_nested_and_unbalanced_text_is_no_trouble(unit: str) -> None:
     list(script_pieces(unit * 100_000))

@@ -27,7 +27,9 @@ def flagged(calls: list[Call]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_transcripts_have_no_flag_of_high_severity(name: str) -> None:
-    found = {rule: said for rule, said in flagged(attempt(HONEST[name])).items() if RULES.by_id[rule].severity == "high"}
+    found = {
+        rule: said for rule, said in flagged(attempt(HONEST[name])).items() if RULES.by_id[rule].severity == "high"
+    }
     assert found == {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from audit.transcripts import attempt, bash, said
+from longrein.client import ApiError
 from longrein.config import ConfigError
 from longrein.controller.reconcile import run_controller
 from longrein.records import NewEvent, NewRollout, RolloutState
@@ -86,17 +88,13 @@ async def test_off_does_not_look(tmp_path: Path) -> None:
 
 
 async def test_rules_that_cannot_be_used_end_the_controller_at_once(tmp_path: Path) -> None:
-    import asyncio
-
-    with pytest.raises(ConfigError, match="audit.disable: there is no rule 'nothing'"):
+    with pytest.raises(ConfigError, match=r"audit\.disable: there is no rule 'nothing'"):
         await run_controller(make_config(tmp_path, audit={"disable": ["nothing"]}), FakeClient(), asyncio.Event())
 
 
 async def test_an_event_that_the_gateway_did_not_take_is_posted_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from longrein.client import ApiError
-
     write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     await client.add_rollouts([NewRollout({}, rollout_id="hack")])

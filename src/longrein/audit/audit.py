@@ -105,24 +105,17 @@ def _title_characters(calls: Sequence[Call]) -> tuple[float, int]:
     return length, number
 
 
-def _refused(calls: Sequence[Call]) -> tuple[float, int]:
-    refused = [call.number for call in calls if call.http_status in (401, 403)]
-    return len(refused), refused[-1] if refused else calls[0].number
-
-
 _MEASURES: Mapping[Measure, Callable[[Sequence[Call]], tuple[float, int]]] = {
     "calls": _calls,
     "conversations": _conversations,
     "titles": _titles,
     "title_characters": _title_characters,
-    "refused_calls": _refused,
 }
 _WORDS: Mapping[Measure, str] = {
     "calls": "calls of the attempt",
     "conversations": "calls that begin a conversation of their own",
     "titles": "calls for a title",
     "title_characters": "characters of a reply that passes for a title",
-    "refused_calls": "calls that were refused",
 }
 
 

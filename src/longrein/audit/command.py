@@ -209,7 +209,12 @@ def _print(found: Audit) -> None:
     tallies = sorted(found.tallies.values(), key=lambda t: (-SEVERITIES.index(t.rule.severity), -t.rollouts, t.rule.id))
     console.print(_table(found, tallies, looked))
     for tally in tallies:
-        console.print(f"\n{tally.rule.id} ({tally.rule.severity}): {tally.rule.means}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"\n{tally.rule.id} ({tally.rule.severity}): {tally.rule.means}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         for line in tally.excerpts:
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
         if tally.attempts > len(tally.excerpts):

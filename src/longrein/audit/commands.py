@@ -62,7 +62,9 @@ def _command_pieces(command: Command, depth: int) -> Iterator[Piece]:
     words = list(command.words)
     while words and _ASSIGNMENT.match(words[0]):
         yield Piece("command", "export " + _shown(words.pop(0)))
-    redirected = [Piece("file", f"write {target}") for op, target in command.redirects if ">" in op and _is_file(op, target)]
+    redirected = [
+        Piece("file", f"write {target}") for op, target in command.redirects if ">" in op and _is_file(op, target)
+    ]
     yield from redirected
     for operator, target in command.redirects:
         if operator in ("<", "<>") and target not in _NOWHERE:
@@ -240,7 +242,9 @@ def _files(words: list[str], command: Command) -> Iterator[Piece]:
         yield from (Piece("file", f"read {path}") for path in plain)
 
 
-_PATCHED = re.compile(r"^\*\*\* (Add|Update|Delete) File: (.+)$|^\*\*\* (Move to): (.+)$|^(\+\+\+|---) (?:[ab]/)?([^\t\n]+)")
+_PATCHED = re.compile(
+    r"^\*\*\* (Add|Update|Delete) File: (.+)$|^\*\*\* (Move to): (.+)$|^(\+\+\+|---) (?:[ab]/)?([^\t\n]+)"
+)
 
 
 def patch_pieces(patch: str) -> Iterator[Piece]:

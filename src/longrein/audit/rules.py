@@ -25,7 +25,7 @@ Severity = Literal["low", "medium", "high"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 #: What can be counted in an attempt's record; `audit.measures` says how.
-Measure = Literal["calls", "conversations", "titles", "title_characters", "refused_calls"]
+Measure = Literal["calls", "conversations", "titles", "title_characters"]
 
 #: Memory of one place's automaton, in bytes. It is filled as texts need it, and emptied when it is full.
 _SET_MEMORY = 64 * 1024 * 1024

@@ -377,9 +377,7 @@ async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended
     await _insist(controller, lambda: controller.client.change_rollout(rollout_id, change))
 
 
-async def _audited(
-    controller: _Controller, rollout_id: str, attempt_id: str, calls: Sequence[Call]
-) -> Verdict:
+async def _audited(controller: _Controller, rollout_id: str, attempt_id: str, calls: Sequence[Call]) -> Verdict:
     """What an attempt tried, recorded. Raises `GradeError` where the run file has it dropped for that."""
     verdict = await asyncio.to_thread(controller.auditor.judge, calls)
     for event in verdict.events():

@@ -95,8 +95,6 @@ class Access:
             raise HTTPException(
                 403, "an attempt's token may not post model_request events: the gateway records the calls itself"
             )
-        if event_type == "audit":
-            raise HTTPException(403, "an attempt's token may not post audit events: the controller records what it finds")
         if event_type == "reward" and self._rewards_from != "agent":
             raise HTTPException(
                 403, 'an attempt\'s token may post rewards only if reward.from = "agent" in the run file'

@@ -253,7 +253,17 @@ def render_tables(report: Report) -> Group:
     for table in _tables(report):
         one = Table(title=table.title, title_justify="left")
         for name in table.columns:
-            words = name in ("tokens", "", "cause", "phase", "why", "message", "rule", "severity", "action") or table.title.startswith("Failures")
+            words = name in (
+                "tokens",
+                "",
+                "cause",
+                "phase",
+                "why",
+                "message",
+                "rule",
+                "severity",
+                "action",
+            ) or table.title.startswith("Failures")
             one.add_column(name, justify="left" if words and name != "rollouts" else "right")
         for row in table.rows:
             one.add_row(*(cell.replace("[", "\\[") for cell in row))
