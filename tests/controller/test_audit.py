@@ -25,7 +25,7 @@ async def graded(tmp_path: Path, audit: dict[str, Any], **sections: Any) -> Fake
     write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     await client.add_rollouts([NewRollout({}, rollout_id=name) for name in ("hack", "honest")])
-    client.recorded["hack", "0"] = attempt([bash("git log -p"), bash("nohup x &"), said("Done.")], rollout="hack")
+    client.recorded["hack", "0"] = attempt([bash("git log --all"), bash("nohup x &"), said("Done.")], rollout="hack")
     client.recorded["honest", "0"] = attempt([bash("git status"), said("Done.")], rollout="honest")
     for name in ("hack", "honest") if sections else ():
         await client.add_event(name, "0", NewEvent("reward", {"value": 0.5}))
@@ -45,7 +45,7 @@ async def test_by_default_flags_are_recorded_and_rewards_stay(tmp_path: Path) ->
     assert reward["metrics"] == {"steps": 4.0, "audit/git-history": 1.0, "audit/background": 1.0}
     first, second = posted(client, "hack", "audit")
     assert (first["rule"], first["action"]) == ("git-history", "report")
-    assert first["flags"] == [{"call": 0, "place": "command", "excerpt": "git log -p"}]
+    assert first["flags"] == [{"call": 0, "place": "command", "excerpt": "git log --all"}]
     assert second["rule"] == "background"
     assert posted(client, "honest", "audit") == []
     assert posted(client, "honest", "reward") == [{"value": 0.75, "source": "grader", "metrics": {"steps": 3.0}}]
@@ -98,7 +98,7 @@ async def test_an_event_that_the_gateway_did_not_take_is_posted_again(
     write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     await client.add_rollouts([NewRollout({}, rollout_id="hack")])
-    client.recorded["hack", "0"] = attempt([bash("git log -p")], rollout="hack")
+    client.recorded["hack", "0"] = attempt([bash("git log --all")], rollout="hack")
     failures = [ApiError(503, "away"), None, None]
     client.broken = lambda method: failures.pop(0) if method == "add_event" and failures else None
     with caplog.at_level(logging.WARNING):

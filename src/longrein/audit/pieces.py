@@ -48,6 +48,8 @@ class Reader:
     def __init__(self) -> None:
         self._has_tools: dict[int, bool] = {}
         self._read: set[int] = set()
+        self._written: dict[str, set[str]] = {}
+        """Paths that the attempt wrote, by their last part."""
 
     def pieces(self, call: Call) -> Iterator[Piece]:
         """What a call adds to its attempt. Messages that a fork repeats are read once."""
@@ -55,7 +57,19 @@ class Reader:
         has_tools = bool(call.tools) if call.tools is not None else inherited
         self._has_tools[call.number] = has_tools
         yield from self._results(call)
-        yield from reply_pieces(call.reply, acts_in_text=not has_tools)
+        for piece in reply_pieces(call.reply, acts_in_text=not has_tools):
+            yield self._file(piece) if piece.place == "file" else piece
+
+    def _file(self, piece: Piece) -> Piece:
+        """A deletion of what the attempt wrote before as `undo PATH`: agents clear their own trial files away."""
+        verb, _, path = piece.text.partition(" ")
+        path = path.removeprefix("./")
+        same = self._written.setdefault(path.rsplit("/", 1)[-1], set()) if verb in ("write", "delete") else set()
+        if verb == "write":
+            same.add(path)
+        elif any(path == one or path.endswith("/" + one) or one.endswith("/" + path) for one in same):
+            return Piece("file", f"undo {path}")
+        return piece
 
     def _results(self, call: Call) -> Iterator[Piece]:
         answered = call.messages_keep > 0
