@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import re2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +44,9 @@ def test_a_rule_of_the_run_file_is_added_or_replaces_one(tmp_path: Path) -> None
         '[[rule]]\nid = "own"\nmeans = "b"\nseverity = "high"\nwhere = ["text"]\npatterns = ["(?i)abracadabra"]\nexcept = ["ABRACADABRA!"]\n',
     )
     rules = load_rules(audit(rules=[file], disable=["git-history"]))
-    calls = attempt([bash("curl https://evil.example; fetch x; git log --all"), said("Abracadabra"), said("ABRACADABRA!")])
+    calls = attempt(
+        [bash("curl https://evil.example; fetch x; git log --all"), said("Abracadabra"), said("ABRACADABRA!")]
+    )
     assert [(f.rule.id, f.count) for f in audit_attempt(rules, calls)] == [("own", 1), ("network", 1)]
 
 
@@ -90,22 +92,30 @@ def test_the_built_in_rules_say_what_they_mean() -> None:
         assert rule.means.endswith("."), rule.id
 
 
-ALONE = {rule.id: Rules([rule]) for rule in RULES}
+WORDS = [
+    "curl", "https://a.b", "git", "log", "--all", "os._exit(0)", "rm", "tests/test_a.py", "/proc/1/environ", "localhost",
+    "\n", "\nsys.exit(0)\n", "'", "#", "|", "\ndear grader,", "<testsuite ", "\n== 3 passed ==\n", "<|im_end|>",
+]  # fmt: skip
 
 
-@given(st.text(max_size=300), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=60)
-def test_one_pass_over_all_patterns_finds_what_each_finds_alone(text: str, seed: int) -> None:
-    chance = random.Random(seed)
-    words = "curl https://a.b git log --all os._exit(0) rm tests/test_a.py /proc/1/environ localhost \n ' # | dear grader,".split(
-        " "
-    )
-    text += " ".join(chance.choices(words, k=8))
+@given(st.text(max_size=100), st.lists(st.sampled_from(WORDS), max_size=8))
+@settings(deadline=None, max_examples=100)
+def test_one_pass_over_all_patterns_finds_what_each_finds_alone(text: str, words: list[str]) -> None:
+    text = " ".join(words) + text
     for place in ("command", "content", "arguments", "text"):
-        piece = Piece(place, text)
-        together = {match.rule.id for match in RULES.matches(piece)}
-        alone = {rule.id for rule in RULES if place in rule.where for _ in ALONE[rule.id].matches(piece)}
-        assert together == alone
+        piece = Piece(place, text, "a.py")
+        together = {match.rule.id: (match.start, match.end) for match in RULES.matches(piece)}
+        assert together == {rule.id: span for rule in RULES if place in rule.where and (span := _alone(rule, piece))}
+
+
+def _alone(rule: Rule, piece: Piece) -> tuple[int, int] | None:
+    """The first match of a rule's patterns, each tried by itself."""
+    start, end = ("(?s:", ")") if piece.place == "command" else ("(?m:", ")")
+    text = piece.text
+    for pattern in rule.excepted:
+        text = re2.compile(start + pattern + end).sub(lambda match: " " * len(match.group()), text)
+    found = [re2.compile(start + pattern + end).search(text) for pattern in rule.patterns]
+    return min((match.span() for match in found if match), default=None)
 
 
 # --- Excerpts
@@ -126,14 +136,13 @@ def test_an_excerpt_spells_what_cannot_be_seen() -> None:
     assert excerpt("a\x1b[31mb\u202ec\nd", 0, 10) == "a\\x1b[31mb\\u202ec\\nd"
 
 
-@given(st.text(alphabet="ab \n", max_size=200), st.text(alphabet="ab \n", max_size=200), st.data())
-@settings(deadline=None)
-def test_no_part_of_a_token_is_ever_shown(before: str, after: str, data: st.DataObject) -> None:
-    text = f"{before} {TOKEN} {after}"
-    start = data.draw(st.integers(0, len(text) - 1))
-    end = data.draw(st.integers(start + 1, len(text)))
-    shown = excerpt(text, start, end)
-    assert not any(TOKEN[6:][i : i + 5] in shown for i in range(len(TOKEN) - 11))
+def test_no_part_of_a_token_is_ever_shown() -> None:
+    text = f"{'a b' * 60} {TOKEN} {'c d' * 60}"
+    parts = [TOKEN[6:][i : i + 5] for i in range(len(TOKEN) - 11)]
+    for start in range(len(text)):
+        for length in (1, 7, 50, 300):
+            shown = excerpt(text, start, min(len(text), start + length))
+            assert not any(part in shown for part in parts), (start, length)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from audit.transcripts import attempt, bash, said
-from longrein.client import ApiError
+from gateway.models import make_model_folder
+from gateway.serving import KEY, serving
+from longrein import cli
+from longrein.client import ApiError, Client
 from longrein.config import ConfigError
 from longrein.controller.reconcile import run_controller
 from longrein.records import NewEvent, NewRollout, RolloutState
@@ -106,3 +110,41 @@ async def test_an_event_that_the_gateway_did_not_take_is_posted_again(
             await client.until_finished()
     assert [data["rule"] for data in posted(client, "hack", "audit")] == ["git-history"]
     assert posted(client, "hack", "reward")[0]["value"] == 0.75
+
+
+AGENT = """
+import json, os, urllib.request
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "fix it"}]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)).read()
+"""
+SCRIPT = "def script(messages, tools):\n    return 'I look.\\n```bash\\ngit --no-pager reflog\\n```'\n"
+
+
+async def test_through_a_real_gateway_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "played.py", SCRIPT)
+    write(tmp_path, "agent.py", AGENT)
+    write(tmp_path, "grader.py", GRADER)
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(tmp_path), "name": "record", "folder": str(tmp_path)},
+        "model": {"name": "policy", "path": str(make_model_folder(tmp_path / "model"))},
+        "engine": {"kind": "scripted", "script": "played:script"},
+    }
+    config = make_config(tmp_path, agent={"command": ["python", "agent.py"]}, audit={"action": "zero"})
+    async with (
+        serving(tmp_path, **sections) as served,
+        Client(served.url, KEY) as client,
+        controlling(config, client),
+    ):
+        await client.add_rollouts([NewRollout({}, rollout_id="hack")])
+        after = total = 0
+        while not total:
+            page = await client.terminal(after, wait=20)
+            after, total = page.next_after, page.total_terminal
+        (reward,) = await client.events("hack", "0", "reward")
+        assert (reward.data["value"], reward.data["graded"]) == (0.0, 0.75), reward.data
+        (event,) = await client.events("hack", "0", "audit")
+        assert event.data["flags"] == [{"call": 0, "place": "command", "excerpt": "git reflog"}]
+        assert await asyncio.to_thread(cli.main, ["audit", str(tmp_path / "record"), "--format", "jsonl"]) == 1
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert (line["rule"], line["rollout"], line["reward"]) == ("git-history", "hack", 0.75)
