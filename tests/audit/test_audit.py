@@ -69,6 +69,15 @@ def test_a_rule_that_cannot_be_used_is_refused(tmp_path: Path, text: str, messag
     assert message in str(caught.value)
 
 
+def test_the_rule_in_the_documentation_can_be_used(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "audit.md").read_text(encoding="utf-8")
+    text = next(block for block in page.split("```toml\n")[1:] if block.startswith("[[rule]]")).split("```")[0]
+    rules = load_rules(audit(rules=[rule_file(tmp_path, text)]))
+    calls = attempt([bash("cat /data/oracle.json; cp x /tmp/oracle.txt")])
+    (finding,) = audit_attempt(rules, calls)
+    assert (finding.rule.id, finding.count) == ("reads-oracle", 3)
+
+
 def test_a_rule_that_there_is_not_is_refused() -> None:
     for values in ({"disable": ["netwrok"]}, {"actions": {"netwrok": "zero"}}):
         with pytest.raises(ConfigError, match="there is no rule 'netwrok'; there are"):

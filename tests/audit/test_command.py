@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longrein import cli
+from longrein.audit import command
 from longrein.records import (
     Attempt,
     EndAttempt,
@@ -53,7 +54,10 @@ def opened(folder: Path) -> Store:
     return Store.open(f"sqlite:///{folder / 'store.sqlite'}")
 
 
-async def test_a_run_that_goes_on_is_audited(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_run_that_goes_on_is_audited(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_PAGE", 2)
     store = opened(folder)
     try:
         for step in range(1, 5):
@@ -128,7 +132,7 @@ async def test_status_and_words_where_there_is_nothing_or_no_run(
     await add(store, "a", 1, [bash("ls; echo x > tests/test_a.py")], 0.5)  # of a rule that the run disables
     store.close()
     assert cli.main(["audit", str(folder)]) == 0
-    assert "1 attempts of 1 rollouts: nothing found" in capsys.readouterr().out
+    assert "1 attempt of 1 rollout: nothing found" in capsys.readouterr().out
     for arguments, message in (
         ([str(folder), "--rule", "netwrok"], "there is no rule 'netwrok'"),
         ([str(folder), "--rollout", "z"], "the record has no rollout z"),

@@ -122,13 +122,13 @@ SCRIPT = "def script(messages, tools):\n    return 'I look.\\n```bash\\ngit --no
 
 
 async def test_through_a_real_gateway_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, "played.py", SCRIPT)
+    write(tmp_path, "played_hack.py", SCRIPT)
     write(tmp_path, "agent.py", AGENT)
     write(tmp_path, "grader.py", GRADER)
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": str(tmp_path), "name": "record", "folder": str(tmp_path)},
         "model": {"name": "policy", "path": str(make_model_folder(tmp_path / "model"))},
-        "engine": {"kind": "scripted", "script": "played:script"},
+        "engine": {"kind": "scripted", "script": "played_hack:script"},
     }
     config = make_config(tmp_path, agent={"command": ["python", "agent.py"]}, audit={"action": "zero"})
     async with (

@@ -202,7 +202,7 @@ def _print(found: Audit) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    looked = f"{found.attempts:,} attempts of {found.rollouts:,} rollouts"
+    looked = f"{_counted(found.attempts, 'attempt')} of {_counted(found.rollouts, 'rollout')}"
     if not found.tallies:
         console.print(f"{looked}: nothing found", highlight=False)
         return
@@ -218,7 +218,7 @@ def _print(found: Audit) -> None:
         for line in tally.excerpts:
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
         if tally.attempts > len(tally.excerpts):
-            console.print(f"  … and {tally.attempts - len(tally.excerpts):,} attempts more", highlight=False)
+            console.print(f"  … and {_counted(tally.attempts - len(tally.excerpts), 'attempt')} more", highlight=False)
 
 
 def _table(found: Audit, tallies: Sequence[Tally], title: str) -> Table:
@@ -253,6 +253,10 @@ def halves(found: Audit, tally: Tally) -> tuple[str, str]:
     flagged = sum(count for step, count in tally.steps.items() if step <= middle)
     late = sum(found.steps.values()) - early
     return _percent(flagged, early), _percent(sum(tally.steps.values()) - flagged, late)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _percent(part: int, whole: int) -> str:
