@@ -204,6 +204,23 @@ class Reward(Section):
     timeout_seconds: float = Field(default=60.0, gt=0, description="Longest run of the reward function.")
 
 
+class Audit(Section):
+    action: Literal["off", "report", "zero", "drop"] = Field(
+        default="report",
+        description="What a flag of severity act_on or above does: it is recorded (report), makes the reward 0 (zero) or leaves the rollout without one (drop); off does not look.",
+    )
+    act_on: Literal["low", "medium", "high"] = Field(
+        default="high", description="Least severity from which on audit.action is taken; flags below are recorded only."
+    )
+    actions: dict[str, Literal["report", "zero", "drop"]] = Field(
+        default={}, description="Actions of single rules by their id, whatever their severity."
+    )
+    rules: list[str] = Field(
+        default=[], description="Further files of rules (TOML); a rule with the id of a built-in one replaces it."
+    )
+    disable: list[str] = Field(default=[], description="Ids of rules that are not looked for.")
+
+
 class Warmup(Section):
     steps: int = Field(
         default=0, ge=0, description="Largest number of supervised steps before reinforcement learning; 0 skips it."
@@ -301,6 +318,7 @@ class Config(Section):
     agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")
     task: Task = Field(default_factory=Task, description="What the harness is run on.")
     reward: Reward = Field(default_factory=Reward, description="Who grades and how.")
+    audit: Audit = Field(default_factory=Audit, description="What agents try that they should not.")
     warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")
     algorithm: Algorithm = Field(default_factory=Algorithm, description="Advantage and loss.")
     trainer: Trainer = Field(default_factory=Trainer, description="Optimizer, steps and checkpoints.")
@@ -336,6 +354,8 @@ class Config(Section):
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
         if self.agent.command and self.agent.agent_class:
             raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
+        if self.audit.action == "off" and self.audit.actions:
+            raise ValueError("audit.actions: audit.action = 'off' looks for nothing; leave out one of them")
         if self.warmup.steps and not (self.warmup.teacher or self.warmup.teacher_url):
             raise ValueError("warmup.teacher: warmup.steps > 0 needs warmup.teacher or warmup.teacher_url")
         if self.warmup.teacher and self.warmup.teacher_url:
@@ -393,6 +413,10 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
+    audit = values.get("audit")
+    if isinstance(audit, dict) and isinstance(audit.get("rules"), list):
+        files = [os.path.expanduser(file) if isinstance(file, str) else file for file in audit["rules"]]
+        audit["rules"] = [str((folder / file).resolve()) if isinstance(file, str) else file for file in files]
     for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "folder")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):

@@ -203,10 +203,12 @@ def controller(config: Config) -> None:
 
 def train(config: Config, *, resume: bool = False, overwrite: bool = False) -> None:
     """A whole run. Raises `ConfigError`, `RunFailed`, `ChildFailed`, `ApiError` or `Interrupted`, each with a message."""
+    from longrein.audit.rules import load_rules
     from longrein.report import write_report
     from longrein.trainer.loop import load_data, refuse_untrainable
 
     refuse_untrainable(config)
+    load_rules(config.audit)
     data = load_data(config)
     prepared = prepare(config, resume=resume, overwrite=overwrite)
     try:
