@@ -208,10 +208,11 @@ class TextModel:
 
     def _encode_plain(self, text: str) -> list[int]:
         if self._plain is None:  # a second tokenizer takes memory; most runs never need it
-            self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+            plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
             spelled = [tokenizers.AddedToken(text, special=True, normalized=False) for text in self.control]
-            self._plain.add_special_tokens(spelled)
-            self._plain.encode_special_tokens = True
+            plain.add_special_tokens(spelled)
+            plain.encode_special_tokens = True
+            self._plain = plain  # whole: other threads encode too
         ids = self._plain.encode(text, add_special_tokens=False).ids
         if (self.exact and self.decode(ids) != text) or not self.control_ids.isdisjoint(ids):
             raise ControlTextError(
