@@ -228,23 +228,28 @@ class Workers:
 class Lane:
     """How one request's work is done: at once if it is small, in a thread if it is large."""
 
-    def __init__(self, workers: Workers, large: bool):
-        self._workers, self.large = workers, large
+    def __init__(self, workers: Workers, one_at_a_time: asyncio.Lock, large: bool):
+        self._workers, self._one_at_a_time, self._large = workers, one_at_a_time, large
 
     async def run(self, work: Callable[[], T], *, costly: bool = False) -> T:
         """`work()`. `costly`: whether it may take long though the request is small."""
-        return await self._workers.run(work) if self.large or costly else work()
+        if self._large:
+            return await self._workers.run(work)
+        if costly:
+            async with self._one_at_a_time:
+                return await self._workers.run(work)
+        return work()
 
 
 @asynccontextmanager
 async def lane(headers: Mapping[str, str], workers: Workers, one_at_a_time: asyncio.Lock) -> AsyncIterator[Lane]:
-    """The lane of a request with these headers. A large one waits for its attempt's other large ones, before it is read."""
+    """The lane of a request with these headers. A large one waits for those of its attempt before it, unread."""
     length = headers.get("content-length", "0" if "transfer-encoding" not in headers else "")
     if length.isdigit() and int(length[:20]) <= LARGE_BYTES:
-        yield Lane(workers, large=False)
+        yield Lane(workers, one_at_a_time, large=False)
         return
     async with one_at_a_time:
-        yield Lane(workers, large=True)
+        yield Lane(workers, one_at_a_time, large=True)
 
 
 class Held(Response):

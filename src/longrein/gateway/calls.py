@@ -56,7 +56,7 @@ from longrein.gateway.messages import Message
 from longrein.gateway.parsing import HermesParser, make_parser
 from longrein.gateway.recording import call_record
 from longrein.gateway.sampling import choice_of, sample
-from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError
+from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, tokens_beyond
 from longrein.records import Mode, Rollout, now
 from longrein.schema import StoreError
 from longrein.store import Conflict, NotFound
@@ -353,14 +353,19 @@ class TokenCalls:
             size = self.model.tokenizer.get_vocab_size()
             if any(max(prompt) >= size for prompt in request.prompts if not isinstance(prompt, str)):
                 raise DialectError(400, f"prompt: expected token ids from 0 to {size - 1}", param="prompt")
+            for prompt in request.prompts:
+                if isinstance(prompt, str):
+                    self._refuse_hopeless(prompt, "prompt")
             planned = [plan_text(prompt, attempt.history, self.model) for prompt in request.prompts]
             return [Prompt(messages, plan, "") for messages, plan in planned]
         tools = list(request.tools)
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> Rendered:
-            return self.model.render(
+            rendered = self.model.render(
                 [m.for_template() for m in messages], tools, generation_prompt=generation_prompt, clock=attempt.clock
             )
+            self._refuse_hopeless(rendered.text, "messages")
+            return rendered
 
         try:
             plan = plan_prompt(
@@ -373,6 +378,13 @@ class TokenCalls:
         except ControlTextError as error:
             raise DialectError(400, f"messages: {error}", param="messages") from None
         return [Prompt(request.messages, plan, plan.new_text[-64:] or self.model.generation_prompt)]
+
+    def _refuse_hopeless(self, text: str, param: str) -> None:
+        """Refuse a text that is many times too long before all of it is encoded."""
+        context = self.model.context
+        beyond = tokens_beyond(self.model.tokenizer, text, context) if context is not None else None
+        if context is not None and beyond is not None:
+            raise PromptTooLong(beyond, context, param)
 
     def _room(self, request: Request, prompt_length: int) -> int:
         """How many tokens the reply may have."""
