@@ -138,6 +138,9 @@ class Gateway(Section):
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
     )
+    body_seconds: float = Field(
+        default=60.0, gt=0, description="Longest time that a request body may take to arrive; then it is answered 408."
+    )
 
 
 class Gate(Section):
@@ -177,6 +180,21 @@ class Agent(Section):
     grace_seconds: float = Field(default=5.0, ge=0, description="Time between asking an agent to end and killing it.")
     max_concurrent: int = Field(default=8, ge=1, description="Attempts that run at once.")
     max_attempts: int = Field(default=2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
+    max_calls: int = Field(
+        default=2000,
+        ge=0,
+        description="Replies that an attempt's token may have sampled (n = 4 is four); 0 sets no limit.",
+    )
+    max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens that an attempt's token may have sampled, prompts not counted; 0 sets no limit.",
+    )
+    max_concurrent_calls: int = Field(
+        default=64,
+        ge=0,
+        description="Replies that an attempt's token may have sampled at once, and its open model requests; 0 sets no limit.",
+    )
     controller: Literal["start", "external"] = Field(
         default="start", description="Start a controller with the run, or use one that runs already."
     )
@@ -352,6 +370,11 @@ class Config(Section):
             raise ValueError("engine.max_concurrent: a function has no endpoints; leave it out")
         if self.engine.kind == "scripted" and not self.engine.script:
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
+        if self.agent.max_tokens and (not self.model.path or self.engine.kind == "openai"):
+            raise ValueError(
+                "agent.max_tokens: tokens are counted where replies are sampled token by token, which needs model.path and an "
+                "engine.kind other than openai; leave it out"
+            )
         if self.agent.command and self.agent.agent_class:
             raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
         if self.audit.action == "off" and self.audit.actions:

@@ -284,6 +284,10 @@ def _stop_seconds(config: Config) -> float:
     return config.agent.grace_seconds + 15.0
 
 
+# Whoever serves a checkpoint asks it as one attempt that never ends.
+_NO_BUDGET = {"max_calls": 0, "max_tokens": 0, "max_concurrent_calls": 0}
+
+
 def serve(checkpoint: str, port: int = 0) -> None:
     """Serve a checkpoint as an OpenAI-compatible endpoint until SIGINT or SIGTERM."""
     folder = Path(checkpoint)
@@ -296,6 +300,7 @@ def serve(checkpoint: str, port: int = 0) -> None:
                 update={"path": str(folder.resolve()) if folder.is_dir() else checkpoint, "lora": Lora()}
             ),
             "engine": config.engine.model_copy(update={"kind": "embedded", "urls": []}),
+            "agent": config.agent.model_copy(update=_NO_BUDGET),
             "gateway": config.gateway.model_copy(update={"url": "", "port": port, "key_file": ""}),
             "store": Store(),
             "warmup": Warmup(),

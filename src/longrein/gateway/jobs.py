@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from longrein.gateway.budget import Grant
 from longrein.gateway.conversation import History, Plan, Recorded
 from longrein.gateway.delivery import Delivery
 from longrein.gateway.dialects import Choice, Dialect, Request
@@ -68,6 +69,7 @@ class Job:
     mode: Mode
     engine: Engine
     running: list[Running]
+    grant: Grant
     temperature: float
     guide: str | None
     """The grammar that its replies follow."""
@@ -109,6 +111,12 @@ class Attempt:
     jobs: list[Job] = field(default_factory=list)
     """Unfinished ones, and finished ones that nobody was given."""
     ended: bool = False
+    planning: int = 0
+    """Requests that are being read and planned."""
+
+    def as_it_stands(self) -> Attempt:
+        """The attempt with the history that it has now, for work beside the event loop: calls are only ever added."""
+        return replace(self, history=History(list(self.history.calls), self.history.admitted))
 
     def taken_over(self, asked: Request, dialect: Dialect, mode: Mode, *, asks_again: bool) -> Job | None:
         """The job that a request is a retry of."""

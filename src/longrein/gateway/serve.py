@@ -22,6 +22,8 @@ from starlette.responses import Response
 from longrein.config import Config, ConfigError
 from longrein.gateway.access import Access
 from longrein.gateway.app import create_app
+from longrein.gateway.bounds import BoundedProtocol, Workers
+from longrein.gateway.budget import Budgets
 from longrein.gateway.engines.client import engine_client
 from longrein.gateway.gate import Gate
 from longrein.records import Mode, ModelEndpoint, Rollout
@@ -80,11 +82,13 @@ class Gateway:
     store: Store
     gate: Gate
     access: Access
+    budgets: Budgets
     http: httpx.AsyncClient
     """For endpoints that take text; without a limit of connections or of the time an answer takes."""
     engine_http: httpx.AsyncClient = field(default_factory=engine_client)
     """For engines that take token ids."""
     changes: Changes = field(default_factory=Changes)
+    workers: Workers = field(default_factory=Workers)
     calls: Calls = field(init=False)
     engine: TokensEngine | None = None
     """What samples at the registered endpoints; None where nothing does."""
@@ -131,6 +135,7 @@ class Gateway:
     async def close(self) -> None:
         """Record what is still sampled as abandoned; let go of the connections and the store."""
         await self.calls.close()
+        self.workers.close()
         await self.http.aclose()
         await self.engine_http.aclose()
         self.store.close()
@@ -151,7 +156,8 @@ def open_gateway(config: Config) -> Gateway:
             config=config,
             store=store,
             gate=Gate(config.gate.on_pause, config.gate.hold_seconds),
-            access=Access(key, store, config.reward.from_),
+            access=Access(key, store, config),
+            budgets=Budgets(config.agent, store),
             http=httpx.AsyncClient(
                 timeout=httpx.Timeout(None, connect=10.0),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
@@ -228,6 +234,8 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(gateway),
+                http=BoundedProtocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
