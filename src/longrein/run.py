@@ -294,6 +294,7 @@ def serve(checkpoint: str, port: int = 0) -> None:
                 update={"path": str(folder.resolve()) if folder.is_dir() else checkpoint, "lora": Lora()}
             ),
             "engine": config.engine.model_copy(update={"kind": "embedded", "urls": []}),
+            "gate": config.gate.model_copy(update={"in_flight": "freeze"}),
             "gateway": config.gateway.model_copy(update={"url": "", "port": port, "key_file": ""}),
             "store": Store(),
             "warmup": Warmup(),

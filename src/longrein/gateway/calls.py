@@ -44,6 +44,7 @@ from longrein.gateway.dialects import (
 )
 from longrein.gateway.engines import Engine, EngineError
 from longrein.gateway.engines.scripted import ScriptedEngine
+from longrein.gateway.engines.simulated import SimulatedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
 from longrein.gateway.grammars import guide_of
@@ -123,6 +124,8 @@ class TokenCalls:
         if config.engine.kind == "scripted":
             script = load_function(config.engine.script, config.run.folder, "engine.script")
             return ScriptedEngine(script, self.model)
+        if config.engine.kind == "simulated":
+            return SimulatedEngine(config.engine.simulated, self.model)
 
         def endpoints():
             return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
@@ -198,12 +201,15 @@ class TokenCalls:
                     job.delivery.leave()
                     raise
             return job
-        await self.gateway.gate.refuse_if_closed()
+        self.gateway.gate.refuse(asked.n * len(asked.prompts or (None,)))
         job = self._admit(http.headers, asked, dialect, rollout, attempt, mode)
+        # Nothing has been waited for since the gate was asked: it has room for them.
+        job.passages = self.gateway.gate.admit((rollout.rollout_id, attempt_id), len(job.running))
         job.delivery.join()
         attempt.jobs.append(job)
         job.delivery.on_left = lambda: self._left(job)
         job.work = asyncio.create_task(self._run(job))
+        job.work.add_done_callback(lambda _: job.leave_gate())
         return job
 
     def _admit(
@@ -361,17 +367,17 @@ class TokenCalls:
 
     async def _sample_all(self, job: Job, writer: Writer | None) -> None:
         async def one(call: Running) -> None:
-            for event in writer.opening(call.index) if writer is not None else ():
-                job.delivery.write(event)
-            async for delta in sample(self.model, self.parser, job, call):
-                for event in writer.delta(call.index, delta) if writer is not None else ():
+            async with job.passages[call.index]:
+                for event in writer.opening(call.index) if writer is not None else ():
                     job.delivery.write(event)
+                async for delta in sample(self.model, self.parser, job, call):
+                    for event in writer.delta(call.index, delta) if writer is not None else ():
+                        job.delivery.write(event)
 
-        async with self.gateway.gate.enter():
-            if len(job.running) == 1:
-                await one(job.running[0])
-                return
-            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
+        if len(job.running) == 1:
+            await one(job.running[0])
+            return
+        results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result

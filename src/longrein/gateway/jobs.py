@@ -16,6 +16,7 @@ from longrein.gateway.conversation import History, Plan, Recorded
 from longrein.gateway.delivery import Delivery
 from longrein.gateway.dialects import Choice, Dialect, Request
 from longrein.gateway.engines import Engine
+from longrein.gateway.gate import Passage
 from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
@@ -74,6 +75,8 @@ class Job:
     id: str
     created: int
     delivery: Delivery = field(default_factory=Delivery)
+    passages: list[Passage] = field(default_factory=list)
+    """Through the gate, one for each call."""
     choices: list[Choice] = field(default_factory=list)
     """Of a finished job."""
     recorded: bool = False
@@ -96,6 +99,11 @@ class Job:
     def cached_tokens(self) -> int:
         """Prompt tokens that were sent before in this attempt."""
         return sum(call.plan.prefix_length for call in self.running[:: self.request.n])
+
+    def leave_gate(self) -> None:
+        """Nothing of it waits any more: it has ended."""
+        for passage in self.passages:
+            passage.leave()
 
 
 @dataclass(eq=False)

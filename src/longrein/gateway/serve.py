@@ -150,7 +150,12 @@ def open_gateway(config: Config) -> Gateway:
         gateway = Gateway(
             config=config,
             store=store,
-            gate=Gate(config.gate.on_pause, config.gate.hold_seconds),
+            gate=Gate(
+                config.gate.on_pause,
+                config.gate.hold_seconds,
+                max_waiting=config.gate.max_waiting,
+                max_concurrent=_sampled_at_once(config),
+            ),
             access=Access(key, store, config.reward.from_),
             http=httpx.AsyncClient(
                 timeout=httpx.Timeout(None, connect=10.0),
@@ -166,7 +171,6 @@ def open_gateway(config: Config) -> Gateway:
             gateway.calls = calls = TokenCalls(gateway)
             if isinstance(calls.policy, TokensEngine):
                 gateway.engine, gateway.model = calls.policy, calls.model
-                gateway.engine.limit(config.engine.max_concurrent)
         else:
             from longrein.gateway.engines.openai import Passthrough
 
@@ -179,9 +183,21 @@ def open_gateway(config: Config) -> Gateway:
 
 def _by_tokens(config: Config) -> bool:
     """Whether prompts are rendered and encoded here; an endpoint of kind openai takes text only."""
-    return config.engine.kind in ("scripted", "vllm", "sglang") or (
+    return config.engine.kind in ("scripted", "simulated", "vllm", "sglang") or (
         config.engine.kind == "embedded" and bool(config.model.path)
     )
+
+
+def _sampled_at_once(config: Config) -> int:
+    """How many calls the gate lets through at once; 0: any number.
+
+    The embedded engine decodes `max_batch` sequences together. Those that it has beyond them begin as soon as others
+    end; all further ones wait in the gate, where attempts take turns.
+    """
+    engine = config.engine
+    if not engine.max_concurrent and engine.kind == "embedded" and config.model.path:
+        return 2 * engine.max_batch
+    return engine.max_concurrent
 
 
 def _run_key(config: Config) -> str:
