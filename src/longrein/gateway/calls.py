@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -296,9 +297,10 @@ class TokenCalls:
             attempt = Attempt(attempt_id, History(), started[0] if started else now())
             recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
             self.attempts[key] = attempt
-            idle = [old for old, other in self.attempts.items() if not other.jobs and old != key]
-            for old in idle[: len(self.attempts) - ATTEMPTS_IN_MEMORY]:
-                del self.attempts[old]
+            if len(self.attempts) > ATTEMPTS_IN_MEMORY:
+                idle = (old for old, other in self.attempts.items() if not other.jobs and old != key)
+                for old in list(itertools.islice(idle, len(self.attempts) - ATTEMPTS_IN_MEMORY)):
+                    del self.attempts[old]
         self.attempts.move_to_end(key)
         return attempt
 

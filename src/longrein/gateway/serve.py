@@ -250,6 +250,7 @@ class GatewayServer(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 timeout_keep_alive=75,
                 server_header=False,
+                proxy_headers=False,  # nobody asks where a request came from
             )
         )
         self._gateway, self._url, self._note = gateway, url, note
