@@ -247,7 +247,7 @@ class TokenCalls:
                         recorded=recorded,
                         messages=prompt.messages,
                         plan=plan,
-                        prompt_ids=[*prefix, *plan.new_ids],
+                        prompt_ids=prefix + plan.new_ids,
                         prompt_tail=prompt.tail,
                         kind=kind,
                         index=len(running),
