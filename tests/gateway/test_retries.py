@@ -218,6 +218,25 @@ async def test_the_end_of_the_attempt_ends_the_grace(tmp_path: Path) -> None:
         await client.engine.cancelled.acquire()
         [call] = await client.served.recorded(1)
         assert call["status"] == "abandoned"
+        assert client.calls.attempts == {}
+
+
+@STREAM
+@pytest.mark.parametrize("early", [True, False])
+async def test_nothing_is_kept_of_an_attempt_that_has_ended(tmp_path: Path, stream: bool, early: bool) -> None:
+    """Whether its last call was answered before its end or after."""
+    async with harness(tmp_path) as client:
+        asked = client.ask("chat", stream=stream)
+        await client.engine.begun.acquire()
+        if not early:
+            client.engine.go_on.set()
+            await asked
+        ended = await client.served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
+        assert ended.status_code == 200
+        client.engine.go_on.set()
+        assert "two" in await asked
+        await client.left()
+        assert client.calls.attempts == {}
 
 
 async def test_a_client_that_says_it_asks_again_takes_over_while_the_old_connection_seems_alive(tmp_path: Path) -> None:

@@ -166,16 +166,19 @@ class TokenCalls:
 
     def end_attempt(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt has ended: nobody comes back for what is still sampled."""
-        for key, attempt in list(self.attempts.items()):
-            if key[:2] != (rollout_id, attempt_id):
-                continue
+        for key in [key for key in self.attempts if key[1] == attempt_id and key[0] == rollout_id]:
+            attempt = self.attempts[key]
             attempt.ended = True
             for job in list(attempt.jobs):
                 if job.delivery.ended:
                     attempt.forget(job)
                 self._give_up(job)
-            if not attempt.jobs:
-                del self.attempts[key]
+            self._let_go(attempt)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Keep nothing of an attempt that has ended, once the last of its calls has."""
+        if attempt.ended and not attempt.jobs:
+            self.attempts.pop(attempt.key, None)
 
     async def close(self) -> None:
         """End what is being sampled; it is recorded as abandoned."""
@@ -294,7 +297,7 @@ class TokenCalls:
             started = [
                 a.started_at for a in self.gateway.store.attempts(rollout.rollout_id) if a.attempt_id == attempt_id
             ]
-            attempt = Attempt(attempt_id, History(), started[0] if started else now())
+            attempt = Attempt(key, attempt_id, History(), started[0] if started else now())
             recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
             self.attempts[key] = attempt
             if len(self.attempts) > ATTEMPTS_IN_MEMORY:
@@ -426,6 +429,7 @@ class TokenCalls:
     async def _record_end(self, job: Job, status: str, error: Json, http_status: int) -> None:
         """Record a job that has no answer, as far as the store lets us."""
         job.attempt.forget(job)
+        self._let_go(job.attempt)
         try:
             if not job.recorded:
                 await self._record(job, status, error, http_status)
@@ -449,6 +453,7 @@ class TokenCalls:
             return
         if job.delivery.given:
             job.attempt.forget(job)
+            self._let_go(job.attempt)
             return
         if job.delivery.ended:
             job.attempt.keep(job)

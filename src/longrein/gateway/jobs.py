@@ -110,6 +110,8 @@ class Job:
 class Attempt:
     """What the gateway keeps in memory of an attempt that calls."""
 
+    key: tuple[str, str, float]
+    """Its rollout's id, its own, and when the rollout was created."""
     attempt_id: str
     history: History
     clock: float
@@ -137,6 +139,10 @@ class Attempt:
     def forget(self, job: Job) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
+        job.delivery.on_left = _nobody_cares  # without the circle that it was part of, its memory is free at once
+
+
+def _nobody_cares() -> None: ...
 
 
 def _alive(job: Job) -> bool:
