@@ -26,10 +26,9 @@ from pathlib import Path
 
 import httpx
 import psutil
+from reference import AGENT_LIGHTNING
 from rich.console import Console
 from rich.table import Table
-
-from reference import AGENT_LIGHTNING
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -40,7 +40,6 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from gateway.models import make_model_folder
-
 from longrein.store import Store
 
 KEY = "bench"
@@ -176,6 +175,8 @@ class Sample:
 class Measured:
     name: str
     agents: int
+    engine_headers: float
+    """When the engine lets headers leave, the first word, the end: seconds after it was asked."""
     engine_first: float
     engine_whole: float
     samples: list[Sample] = field(default_factory=list)
@@ -203,12 +204,12 @@ class Measured:
             machine,
         )
 
-    def added_ms(self, share: float) -> tuple[float, float, float]:
+    def added_ms(self, share: float) -> list[float]:
         """Of the time to the headers, to the first word and to the end, what the engine did not take."""
         if not self.answers:
-            return (float("nan"),) * 3
-        engine = (0.0, self.engine_first, self.engine_whole)
-        return tuple(1000 * (_quantile([a[i + 1] for a in self.answers], share) - engine[i]) for i in range(3))  # type: ignore[return-value]
+            return [float("nan")] * 3
+        engine = (self.engine_headers, self.engine_first, self.engine_whole)
+        return [1000 * (_quantile([a[i + 1] for a in self.answers], share) - engine[i]) for i in range(3)]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
@@ -358,7 +359,9 @@ def bench_longrein(
     results: list[Measured] = []
 
     def measure(name: str, agents: int, length: float) -> Measured:
-        made = Measured(name, agents, min(FIRST_TOKEN_SECONDS, seconds / 2), seconds)
+        first = min(FIRST_TOKEN_SECONDS, seconds / 2)
+        times = (seconds, seconds, seconds) if options.plain else (0.0, first, seconds)
+        made = Measured(name, agents, *times)
         return watch(made, people, psutil.Process(process.pid), length)
 
     with started(command, folder / "load.log") as (process, url):
@@ -393,7 +396,7 @@ def bench_reference(folder: Path, options: argparse.Namespace, agents: int) -> M
         httpx.post(f"{url}/api/models", json=models, headers=headers, trust_env=False).raise_for_status()
         people = stack.enter_context(crowd(url, options, agents, stream=False, attempts=False))
         time.sleep(1.2 * (seconds + options.tool_seconds))
-        measured = Measured("Agent Lightning", agents, seconds, seconds)
+        measured = Measured("Agent Lightning", agents, seconds, seconds, seconds)
         return watch(measured, people, psutil.Process(process.pid), options.reference_seconds)
 
 

@@ -25,7 +25,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("more", [[], ["--plain", "--clients", "2"]])
 def test_nothing_is_lost_under_a_small_load(tmp_path: Path, more: list[str]) -> None:
-    options = "--agents 40 --seconds 3 --answer-seconds 0.4 --answer-tokens 12 --tool-seconds 0.3 --turns 3 --raise-by 0"
+    options = (
+        "--agents 40 --seconds 3 --answer-seconds 0.4 --answer-tokens 12 --tool-seconds 0.3 --turns 3 --raise-by 0"
+    )
     command = [sys.executable, str(BENCH / "load.py"), *options.split(), "--long", "2,6", *more]
     picture = tmp_path / "memory.png"
     done = subprocess.run([*command, "--picture", str(picture)], capture_output=True, text=True, check=False)
@@ -38,7 +40,9 @@ def test_nothing_is_lost_under_a_small_load(tmp_path: Path, more: list[str]) -> 
 async def test_what_is_lost_is_told(tmp_path: Path, load: ModuleType) -> None:
     store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
     time = now()
-    await store.add_rollouts([Rollout(rollout_id="r", input={}, status=RolloutStatus(created_at=time, updated_at=time))])
+    await store.add_rollouts(
+        [Rollout(rollout_id="r", input={}, status=RolloutStatus(created_at=time, updated_at=time))]
+    )
     for number, said in enumerate(["one", "two"]):
         reply = {"role": "assistant", "content": said}
         call = Call(

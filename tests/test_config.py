@@ -62,7 +62,10 @@ def test_every_problem_has_a_line_of_its_own(tmp_path: Path) -> None:
         ("[engine]\nkind = 'simulated'\n", "model.path: engine.kind = 'simulated' needs a folder"),
         ("[engine]\nkind = 'scripted'\nscript = 'a:b'\nsimulated.reply_tokens = 2\n", "engine.simulated: is for"),
         ("[gate]\nin_flight = 'drain'\n", "gate.in_flight: only vLLM servers can be drained"),
-        ("[model]\npath = 'm'\n[engine]\nkind = 'vllm'\n[gate]\nkv_after_update = 'keep'\n", "gate.kv_after_update: vLLM"),
+        (
+            "[model]\npath = 'm'\n[engine]\nkind = 'vllm'\n[gate]\nkv_after_update = 'keep'\n",
+            "gate.kv_after_update: vLLM",
+        ),
         ("[warmup]\nsteps = 3\n", "warmup.teacher"),
         ("[agent]\ncommand = ['a']\nagent_class = 'b:C'\n", "not both"),
     ],

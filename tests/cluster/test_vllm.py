@@ -264,7 +264,7 @@ async def test_a_reply_goes_on_with_new_weights_or_is_finished_before(
     versions = [version for version, _ in call.versions]
     assert versions == ([0, 1] if in_flight == "freeze" else [0])
     assert sum(count for _, count in call.versions) == len(call.sampled)
-    assert httpx.get(f"{server.url}/weight_info", trust_env=False).json() == {"weight_version": "1"}
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-000001"]
 
 
 AGENT = '''\

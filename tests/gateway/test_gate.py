@@ -204,7 +204,9 @@ async def test_a_call_that_finds_too_many_waiting_is_refused(paused: bool) -> No
     if paused:
         gate.resume()
         await settled()
-    assert [p.state for p in gate.admit("e", 7)] == ["through"] + ["waiting"] * 6  # nobody waits: a request is let wait whole
+    assert [p.state for p in gate.admit("e", 7)] == ["through"] + [
+        "waiting"
+    ] * 6  # nobody waits: a request is let wait whole
 
 
 @given(st.data())

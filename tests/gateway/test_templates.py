@@ -17,7 +17,9 @@ VALUES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["role", "items", "keys", "content", "content.role", "__class__", "_x", "pop", "missing"])
+@pytest.mark.parametrize(
+    "name", ["role", "items", "keys", "content", "content.role", "__class__", "_x", "pop", "missing"]
+)
 @pytest.mark.parametrize("value", VALUES)
 def test_a_name_means_what_it_means_in_the_sandbox(value: dict[str, Any], name: str) -> None:
     text = f"{{{{ v.{name} }}}}|{{{{ v.{name} is defined }}}}"

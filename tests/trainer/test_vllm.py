@@ -145,7 +145,10 @@ async def test_weights_are_loaded_while_the_gate_is_closed_and_registered_before
 async def test_drained_servers_finish_what_they_have_before_they_load(tmp_path: Path) -> None:
     journal: list[str] = []
     gateway = FakeGateway(journal)
-    async with fake_vllm(journal, "vllm") as server, student_of(gateway, tmp_path, server, in_flight="drain") as student:
+    async with (
+        fake_vllm(journal, "vllm") as server,
+        student_of(gateway, tmp_path, server, in_flight="drain") as student,
+    ):
         finished = asyncio.Event()
         server.waits_for = finished
         journal.clear()

@@ -119,7 +119,11 @@ class Gate:
         if self._pause is not None and self.on_pause == "refuse":
             raise self._paused()
         # One that comes first may wait whatever its number: it would be turned away for ever.
-        if self.max_waiting and self._waiting_count and self._waiting_count + self._would_wait(calls) > self.max_waiting:
+        if (
+            self.max_waiting
+            and self._waiting_count
+            and self._waiting_count + self._would_wait(calls) > self.max_waiting
+        ):
             raise self._too_many()
 
     def admit(self, attempt: Hashable, calls: int = 1) -> list[Passage]:

@@ -19,7 +19,7 @@ from longrein.gateway.engines.tokens import TokensEngine, rest_seed
 from longrein.records import ModelEndpoint
 
 from ..running import KEY, running_gateway
-from .fake_server import Asked, FakeServer, Refusal, Stream, collect, fake_server, request, whole
+from .fake_server import FakeServer, Refusal, Stream, collect, fake_server, request, whole
 
 GENERATE = "/inference/v1/generate"
 
