@@ -442,7 +442,7 @@ class TokenCalls:
         await asyncio.gather(*(self.gateway.store.add_call(record) for record in records))
         job.recorded = True
         for call in job.running:
-            message = choice_of(call).message if status == "ok" else None
+            message = job.choices[call.index].message if status == "ok" else None
             job.attempt.history.add(call.recorded, self.model, call.sampled, message)
 
     # Clients that go and come back
