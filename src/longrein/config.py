@@ -79,16 +79,30 @@ class Model(Section):
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters (needs the peft package).")
 
 
+class Simulated(Section):
+    tokens_per_second: float = Field(default=50.0, gt=0, description="Tokens of a reply in a second, at a steady rate.")
+    first_token_seconds: float = Field(default=0.2, ge=0, description="Median time to a reply's first token.")
+    first_token_spread: float = Field(
+        default=0.0, ge=0, description="Standard deviation of that time's logarithm; 0: always the median."
+    )
+    reply_tokens: int = Field(default=200, ge=1, description="Median length of a reply, its stop token included.")
+    reply_spread: float = Field(
+        default=0.0, ge=0, description="Standard deviation of that length's logarithm; 0: always the median."
+    )
+
+
 class Engine(Section):
-    kind: Literal["embedded", "vllm", "sglang", "openai", "scripted"] = Field(
+    kind: Literal["embedded", "vllm", "sglang", "openai", "scripted", "simulated"] = Field(
         default="embedded",
-        description="What samples tokens: the trainer's own process, vLLM or SGLang servers, a text-only OpenAI-compatible endpoint, or a Python function.",
+        description="What samples tokens: the trainer's own process, vLLM or SGLang servers, a text-only OpenAI-compatible endpoint, a Python function, or random words at a steady rate for load tests.",
     )
     urls: list[str] = Field(
         default=[], description="Servers of kind vllm or sglang. More may register by POST /api/models."
     )
     max_concurrent: int = Field(
-        default=0, ge=0, description="Calls that are at the engine's endpoints at once; 0 sets no limit."
+        default=0,
+        ge=0,
+        description="Calls that are sampled at once; further ones wait in the gate. 0: twice max_batch for the embedded engine, no limit for others.",
     )
     url: str = Field(default="", description="Endpoint of kind openai, with its /v1.")
     model: str = Field(
@@ -108,6 +122,7 @@ class Engine(Section):
     threads: int = Field(
         default=0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice."
     )
+    simulated: Simulated = Field(default_factory=Simulated, description="What kind simulated plays.")
 
 
 class Gateway(Section):
@@ -149,6 +164,19 @@ class Gate(Section):
     )
     hold_seconds: float = Field(
         default=240.0, gt=0, description="Longest wait of a held call before it is refused with 429."
+    )
+    max_waiting: int = Field(
+        default=4096,
+        ge=0,
+        description="Calls that may wait, held or for engine.max_concurrent, before further ones get 429; 0 sets no limit.",
+    )
+    in_flight: Literal["freeze", "drain"] = Field(
+        default="freeze",
+        description="Calls that a vLLM server is sampling when new weights come: stop at a token boundary and go on with them (freeze), or are finished first (drain). The embedded engine freezes.",
+    )
+    kv_after_update: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="Keys and values of calls that go on with new weights: those of the old ones (keep), or computed anew (recompute). auto: the embedded engine keeps, vLLM recomputes.",
     )
 
 
@@ -366,14 +394,27 @@ class Config(Section):
                 f"model.path: engine.kind = {self.engine.kind!r} needs the model's folder or hub name: prompts are "
                 "rendered and encoded here"
             )
-        if self.engine.kind == "scripted" and self.engine.max_concurrent:
-            raise ValueError("engine.max_concurrent: a function has no endpoints; leave it out")
         if self.engine.kind == "scripted" and not self.engine.script:
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
         if self.agent.max_tokens and (not self.model.path or self.engine.kind == "openai"):
             raise ValueError(
                 "agent.max_tokens: tokens are counted where replies are sampled token by token, which needs model.path and an "
                 "engine.kind other than openai; leave it out"
+            )
+        if self.engine.kind == "simulated" and not self.model.path:
+            raise ValueError(
+                "model.path: engine.kind = 'simulated' needs a folder with a tokenizer and a chat template"
+            )
+        if self.engine.kind != "simulated" and self.engine.simulated != Simulated():
+            raise ValueError(f"engine.simulated: is for engine.kind = 'simulated', which is {self.engine.kind!r}")
+        if self.engine.kind != "vllm" and self.gate.in_flight == "drain":
+            raise ValueError(
+                "gate.in_flight: only vLLM servers can be drained; the embedded engine freezes at a token boundary"
+            )
+        if self.engine.kind == "vllm" and self.gate.kv_after_update == "keep":
+            raise ValueError(
+                "gate.kv_after_update: vLLM cannot forget the keys and values of finished calls while it keeps those of "
+                "running ones; use recompute"
             )
         if self.agent.command and self.agent.agent_class:
             raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
@@ -521,7 +562,7 @@ def _toml_section(name: str, table: dict[str, Any]) -> str:
 
 
 def _is_table(section: str, key: str) -> bool:
-    return f"{section}.{key}" == "model.lora"
+    return f"{section}.{key}" in ("model.lora", "engine.simulated")
 
 
 def _toml_value(value: Any) -> str:

@@ -301,6 +301,7 @@ def serve(checkpoint: str, port: int = 0) -> None:
             ),
             "engine": config.engine.model_copy(update={"kind": "embedded", "urls": []}),
             "agent": config.agent.model_copy(update=_NO_BUDGET),
+            "gate": config.gate.model_copy(update={"in_flight": "freeze"}),
             "gateway": config.gateway.model_copy(update={"url": "", "port": port, "key_file": ""}),
             "store": Store(),
             "warmup": Warmup(),

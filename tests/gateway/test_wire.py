@@ -480,7 +480,13 @@ async def test_models_are_listed_to_a_harness(served: Served, model: Upstream) -
 async def test_pause_state_and_resume(served: Served) -> None:
     paused = await served.http.post("/proxy/pause", json={"retry_after_seconds": 7, "reason": "update"})
     assert paused.status_code == 200
-    assert paused.json() == {"paused": True, "retry_after_seconds": 7.0, "reason": "update", "inflight": 0}
+    assert paused.json() == {
+        "paused": True,
+        "retry_after_seconds": 7.0,
+        "reason": "update",
+        "inflight": 0,
+        "waiting": 0,
+    }
     assert (await served.http.get("/proxy/state")).json()["reason"] == "update"
     resumed = await served.http.post("/proxy/resume")
     assert (resumed.status_code, resumed.json()["paused"], resumed.json()["reason"]) == (200, False, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -46,6 +47,7 @@ from longrein.gateway.dialects import (
 )
 from longrein.gateway.engines import Engine, EngineError
 from longrein.gateway.engines.scripted import ScriptedEngine
+from longrein.gateway.engines.simulated import SimulatedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
 from longrein.gateway.grammars import guide_of
@@ -135,6 +137,8 @@ class TokenCalls:
         if config.engine.kind == "scripted":
             script = load_function(config.engine.script, config.run.folder, "engine.script")
             return ScriptedEngine(script, self.model)
+        if config.engine.kind == "simulated":
+            return SimulatedEngine(config.engine.simulated, self.model)
 
         def endpoints():
             return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
@@ -178,16 +182,19 @@ class TokenCalls:
 
     def end_attempt(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt has ended: nobody comes back for what is still sampled."""
-        for key, attempt in list(self.attempts.items()):
-            if key[:2] != (rollout_id, attempt_id):
-                continue
+        for key in [key for key in self.attempts if key[1] == attempt_id and key[0] == rollout_id]:
+            attempt = self.attempts[key]
             attempt.ended = True
             for job in list(attempt.jobs):
                 if job.delivery.ended:
                     attempt.forget(job)
                 self._give_up(job)
-            if not attempt.jobs:
-                del self.attempts[key]
+            self._let_go(attempt)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Keep nothing of an attempt that has ended, once the last of its calls has."""
+        if attempt.ended and not (attempt.jobs or attempt.planning):
+            self.attempts.pop(attempt.key, None)
 
     async def close(self) -> None:
         """End what is being sampled; it is recorded as abandoned."""
@@ -206,7 +213,8 @@ class TokenCalls:
             job = await self._taken_over(attempt, asked, dialect, mode, asks_again=again)
             if job is not None:
                 return job
-            await self.gateway.gate.refuse_if_closed()
+            calls = asked.n * len(asked.prompts or (None,))
+            self.gateway.gate.refuse(calls)
             known = attempt.as_it_stands()
             attempt.planning += 1  # kept in memory meanwhile
             try:
@@ -219,11 +227,15 @@ class TokenCalls:
         job = await self._taken_over(attempt, asked, dialect, mode, asks_again=again)
         if job is not None:
             return job
+        self.gateway.gate.refuse(calls)
         job = self._admit(http, asked, planned, dialect, rollout, attempt, mode)
+        # Nothing has been waited for since the gate was asked: it has room for them.
+        job.passages = self.gateway.gate.admit((rollout.rollout_id, attempt_id), len(job.running))
         job.delivery.join()
         attempt.jobs.append(job)
         job.delivery.on_left = lambda: self._left(job)
         job.work = asyncio.create_task(self._run(job))
+        job.work.add_done_callback(lambda _: job.leave_gate())
         job.work.add_done_callback(lambda _: job.grant.end(sum(len(call.sampled) for call in job.running)))
         return job
 
@@ -290,7 +302,7 @@ class TokenCalls:
                         recorded=recorded,
                         messages=prompt.messages,
                         plan=plan,
-                        prompt_ids=[*prefix, *plan.new_ids],
+                        prompt_ids=prefix + plan.new_ids,
                         prompt_tail=prompt.tail,
                         kind=kind,
                         index=len(running),
@@ -338,12 +350,13 @@ class TokenCalls:
             started = [
                 a.started_at for a in self.gateway.store.attempts(rollout.rollout_id) if a.attempt_id == attempt_id
             ]
-            attempt = Attempt(attempt_id, History(), started[0] if started else now())
+            attempt = Attempt(key, attempt_id, History(), started[0] if started else now())
             recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
             self.attempts[key] = attempt
-            idle = [k for k, other in self.attempts.items() if not (other.jobs or other.planning or k == key)]
-            for old in idle[: len(self.attempts) - ATTEMPTS_IN_MEMORY]:
-                del self.attempts[old]
+            if len(self.attempts) > ATTEMPTS_IN_MEMORY:
+                idle = (k for k, other in self.attempts.items() if not (other.jobs or other.planning or k == key))
+                for old in list(itertools.islice(idle, len(self.attempts) - ATTEMPTS_IN_MEMORY)):
+                    del self.attempts[old]
         self.attempts.move_to_end(key)
         return attempt
 
@@ -424,17 +437,17 @@ class TokenCalls:
 
     async def _sample_all(self, job: Job, writer: Writer | None) -> None:
         async def one(call: Running) -> None:
-            for event in writer.opening(call.index) if writer is not None else ():
-                job.delivery.write(event)
-            async for delta in sample(self.model, self.parser, job, call):
-                for event in writer.delta(call.index, delta) if writer is not None else ():
+            async with job.passages[call.index]:
+                for event in writer.opening(call.index) if writer is not None else ():
                     job.delivery.write(event)
+                async for delta in sample(self.model, self.parser, job, call):
+                    for event in writer.delta(call.index, delta) if writer is not None else ():
+                        job.delivery.write(event)
 
-        async with self.gateway.gate.enter():
-            if len(job.running) == 1:
-                await one(job.running[0])
-                return
-            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
+        if len(job.running) == 1:
+            await one(job.running[0])
+            return
+        results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -481,6 +494,7 @@ class TokenCalls:
     async def _record_end(self, job: Job, status: str, error: Json, http_status: int) -> None:
         """Record a job that has no answer, as far as the store lets us."""
         job.attempt.forget(job)
+        self._let_go(job.attempt)
         try:
             if not job.recorded:
                 await self._record(job, status, error, http_status)
@@ -493,7 +507,7 @@ class TokenCalls:
         await asyncio.gather(*(self.gateway.store.add_call(record) for record in records))
         job.recorded = True
         for call in job.running:
-            message = choice_of(call).message if status == "ok" else None
+            message = job.choices[call.index].message if status == "ok" else None
             job.attempt.history.add(call.recorded, self.model, call.sampled, message)
 
     # Clients that go and come back
@@ -504,6 +518,7 @@ class TokenCalls:
             return
         if job.delivery.given:
             job.attempt.forget(job)
+            self._let_go(job.attempt)
             return
         if job.delivery.ended:
             job.attempt.keep(job)

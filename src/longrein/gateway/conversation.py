@@ -85,12 +85,15 @@ class Recorded:
         parts: list[list[int]] = []
         call, needed = self, self.branch_length
         while needed > 0:
-            parts.append([*call.prompt_ids, *call.sampled_ids][: max(0, needed - call.prefix_length)])
+            parts.append((call.prompt_ids + call.sampled_ids)[: max(0, needed - call.prefix_length)])
             needed = min(needed, call.prefix_length)
             if call.prefix is None:
                 break
             call = call.prefix
-        return [id for part in reversed(parts) for id in part]
+        ids: list[int] = []
+        for part in reversed(parts):
+            ids += part
+        return ids
 
 
 @dataclass(frozen=True)

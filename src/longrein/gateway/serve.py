@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -155,7 +156,12 @@ def open_gateway(config: Config) -> Gateway:
         gateway = Gateway(
             config=config,
             store=store,
-            gate=Gate(config.gate.on_pause, config.gate.hold_seconds),
+            gate=Gate(
+                config.gate.on_pause,
+                config.gate.hold_seconds,
+                max_waiting=config.gate.max_waiting,
+                max_concurrent=_sampled_at_once(config),
+            ),
             access=Access(key, store, config),
             budgets=Budgets(config.agent, store),
             http=httpx.AsyncClient(
@@ -172,7 +178,6 @@ def open_gateway(config: Config) -> Gateway:
             gateway.calls = calls = TokenCalls(gateway)
             if isinstance(calls.policy, TokensEngine):
                 gateway.engine, gateway.model = calls.policy, calls.model
-                gateway.engine.limit(config.engine.max_concurrent)
         else:
             from longrein.gateway.engines.openai import Passthrough
 
@@ -185,9 +190,21 @@ def open_gateway(config: Config) -> Gateway:
 
 def _by_tokens(config: Config) -> bool:
     """Whether prompts are rendered and encoded here; an endpoint of kind openai takes text only."""
-    return config.engine.kind in ("scripted", "vllm", "sglang") or (
+    return config.engine.kind in ("scripted", "simulated", "vllm", "sglang") or (
         config.engine.kind == "embedded" and bool(config.model.path)
     )
+
+
+def _sampled_at_once(config: Config) -> int:
+    """How many calls the gate lets through at once; 0: any number.
+
+    The embedded engine decodes `max_batch` sequences together. Those that it has beyond them begin as soon as others
+    end; all further ones wait in the gate, where attempts take turns.
+    """
+    engine = config.engine
+    if not engine.max_concurrent and engine.kind == "embedded" and config.model.path:
+        return 2 * engine.max_batch
+    return engine.max_concurrent
 
 
 def _run_key(config: Config) -> str:
@@ -217,6 +234,7 @@ async def serve(config: Config) -> None:
     host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     gateway = open_gateway(config)
+    _collect_rarely()
     server = GatewayServer(gateway, url, note if note.parent.is_dir() else None)
     try:
         with _signals_end(server):
@@ -225,6 +243,17 @@ async def serve(config: Config) -> None:
         await gateway.close()
         if note.is_file() and msgspec.json.decode(note.read_bytes())["pid"] == os.getpid():
             note.unlink()
+
+
+def _collect_rarely() -> None:
+    """Let Python's collector of circular garbage run less often, and never over what is there from the start.
+
+    It looks at every object of the conversations in memory while no call goes on. Nearly all garbage here is free without
+    it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 class GatewayServer(uvicorn.Server):
@@ -242,6 +271,7 @@ class GatewayServer(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
                 timeout_keep_alive=75,
                 server_header=False,
+                proxy_headers=False,  # nobody asks where a request came from
             )
         )
         self._gateway, self._url, self._note = gateway, url, note

@@ -2,7 +2,7 @@
 
 Three kinds of endpoint: the run file's (`engine.url`, text only), a teacher's (`warmup.teacher_url`, text only), and
 those registered by POST /api/models, which are asked for token ids as Agent Lightning's gateway asks (vLLM's
-`return_token_ids`). Whatever ids come back are recorded. At most `engine.max_concurrent` calls are there at once.
+`return_token_ids`). Whatever ids come back are recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +119,6 @@ class Passthrough:
     def __init__(self, gateway: Gateway):
         self.gateway = gateway
         self.lineages = Lineages(gateway.store)
-        limit = gateway.config.engine.max_concurrent
-        self.slots = asyncio.Semaphore(limit) if limit else nullcontext()
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
@@ -226,8 +224,8 @@ class Passthrough:
         """Pass the gate, send the request, and answer: whole, or with a stream that has begun."""
         async with AsyncExitStack() as stack:
             stack.callback(exchange.end)
-            await stack.enter_async_context(self.gateway.gate.enter())
-            await stack.enter_async_context(self.slots)
+            [passage] = self.gateway.gate.admit((exchange.rollout.rollout_id, exchange.attempt_id))
+            await stack.enter_async_context(passage)
             exchange.started_at = now()
             exchange.lineage = self.lineages.of(exchange.rollout, exchange.attempt_id)
             exchange.numbers = exchange.lineage.take_numbers(exchange.count)
