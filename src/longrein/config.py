@@ -177,6 +177,23 @@ class Agent(Section):
     grace_seconds: float = Field(default=5.0, ge=0, description="Time between asking an agent to end and killing it.")
     max_concurrent: int = Field(default=8, ge=1, description="Attempts that run at once.")
     max_attempts: int = Field(default=2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
+    queue_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Longest wait of a rollout in the queue; then it fails. The clock stands still during a pause. 0: no limit.",
+    )
+    on_failure: Literal["grade", "zero", "drop"] = Field(
+        default="grade",
+        description="An agent that failed (its exit code) is graded as it stands, has reward 0, or its rollout has none and its group is dropped.",
+    )
+    on_timeout: Literal["grade", "zero", "drop"] = Field(
+        default="grade", description="The same for an agent that ran into its timeout."
+    )
+    adopt_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        description="Time that agents run on after their controller was killed, for the next one to take them over; 0 ends them with it.",
+    )
     controller: Literal["start", "external"] = Field(
         default="start", description="Start a controller with the run, or use one that runs already."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -30,18 +31,33 @@ class Gate:
         self._closed = False
         self._opened = asyncio.Event()
         self._opened.set()
+        self._paused_at = 0.0
+        self._paused_seconds = 0.0
 
     def pause(self, request: PauseRequest) -> GateState:
         """Let no further call through. Calls that are through already go on; `inflight` counts them."""
+        if self._pause is None:
+            self._paused_at = time.monotonic()
         self._pause = request
         self._opened.clear()
         return self.state()
 
     def resume(self) -> GateState:
         """Open the gate; held calls go on."""
+        if self._pause is not None:
+            self._paused_seconds += time.monotonic() - self._paused_at
         self._pause = None
         self._opened.set()
         return self.state()
+
+    def open_seconds(self) -> float:
+        """A clock that stands still while the gate is paused."""
+        now = time.monotonic() if self._pause is None else self._paused_at
+        return now - self._paused_seconds
+
+    async def opened(self) -> None:
+        """Wait until the gate is open."""
+        await self._opened.wait()
 
     def close(self) -> None:
         """The gateway is going down: held calls are answered now, with 503, and no further one is let through."""
