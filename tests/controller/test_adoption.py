@@ -32,12 +32,12 @@ GRADER = "def grade(task, transcript, workspace, exit_status):\n    return {'rew
 # Says that it runs, and ends when it is told to.
 AGENT = """
 import os, sys, time
-with open("../../../../../pids", "a") as file:
+with open(sys.argv[1] + "/pids", "a") as file:
     file.write(f"{os.environ['LONGREIN_TASK']} {os.getpid()}\\n")
 print("key", os.environ["OPENAI_API_KEY"], file=sys.stderr, flush=True)
-while not os.path.exists("../../../../../go"):
+while not os.path.exists(sys.argv[1] + "/go"):
     time.sleep(0.01)
-sys.exit(int(open("../../../../../go").read() or 0))
+sys.exit(int(open(sys.argv[1] + "/go").read() or 0))
 """
 
 
@@ -50,7 +50,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Served]:
 def setting(tmp_path: Path, url: str, **agent: Any) -> list[str]:
     write(tmp_path, "agent.py", AGENT)
     write(tmp_path, "grader.py", GRADER)
-    agent = {"command": ["python", "agent.py"], "grace_seconds": 0.5, "max_concurrent": 2, **agent}
+    agent = {"command": ["python", "agent.py", str(tmp_path)], "grace_seconds": 0.5, "max_concurrent": 2, **agent}
     return options_of(tmp_path, agent=agent, reward={"function": "grader:grade"}, gateway={"url": url})
 
 
