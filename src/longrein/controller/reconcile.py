@@ -600,11 +600,10 @@ async def _watch_withdrawn(controller: _Controller) -> None:
 
 async def _hear_withdrawn(controller: _Controller, wait: float) -> None:
     control, client = controller.control, controller.client
-    ours = list(controller.taken)  # before asking: what is taken meanwhile is withdrawn later
     page = await client.withdrawn(control.gateway, controller.withdrawn_after, wait)
     withdrawn = set(page.items)
-    if not page.complete and ours:  # the gateway was started again
-        states = {rollout_id: await _state(client, rollout_id) for rollout_id in ours}
+    if not page.complete:  # the gateway was started again
+        states = {rollout_id: await _state(client, rollout_id) for rollout_id in list(controller.taken)}
         withdrawn = {i for i, state in states.items() if state not in (RolloutState.queuing, RolloutState.running)}
     control.gateway, controller.withdrawn_after = page.instance, page.next_after
     for rollout_id in withdrawn & controller.taken.keys():
