@@ -207,6 +207,6 @@ async def controlling(config: Config, client: Client, **options: Any) -> AsyncIt
 
 async def until(true: Callable[[], bool]) -> None:
     """Wait for what only the file system or process table tells."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
