@@ -41,6 +41,8 @@ request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completi
 with urllib.request.urlopen(request) as answer:
     said = json.load(answer)["choices"][0]["message"]["content"]
 time.sleep(task["seconds"])
+while task["number"] < 2 and not os.path.exists(sys.argv[1] + ".go"):  # these two run all the time
+    time.sleep(0.02)
 open("answer.txt", "w").write(said)
 note("end")
 """
@@ -78,7 +80,7 @@ async def test_a_controller_that_is_killed_at_any_moment_loses_nothing(tmp_path:
     chance = random.Random(20)
     write(tmp_path, "agent.py", AGENT)
     write(tmp_path, "grader.py", GRADER)
-    log, run = tmp_path / "log.jsonl", tmp_path / "runs/r"
+    log, controller_log, run = tmp_path / "log.jsonl", tmp_path / "controller.log", tmp_path / "runs/r"
     agent: dict[str, Any] = {"command": ["python", "agent.py", str(log)], "preload": ["json", "urllib.request"]}
     agent |= {"max_concurrent": 6, "max_attempts": KILLS + 1, "grace_seconds": 0.5}
     tasks = [{"number": n, "seconds": chance.uniform(0.0, 1.5)} for n in range(ROLLOUTS)]
@@ -91,15 +93,17 @@ async def test_a_controller_that_is_killed_at_any_moment_loses_nothing(tmp_path:
         options = options_of(tmp_path, agent=agent, reward={"function": "grader:grade"}, gateway={"url": url})
         await client.add_rollouts([NewRollout(task, rollout_id=f"r{task['number']}") for task in tasks])
         while kills < KILLS:
-            async with longrein("controller", tmp_path / "controller.log", *options) as controller:
+            async with longrein("controller", controller_log, *options) as controller:
                 # At one moment of its work or another; a few are killed while they start.
-                enough = min(len(notes()) + chance.randrange(12), 2 * ROLLOUTS) if chance.random() < 0.8 else 0
+                enough = min(len(notes()) + chance.randrange(12), 2 * ROLLOUTS - 2) if chance.random() < 0.8 else 0
                 await until(lambda: len(notes()) >= enough)  # noqa: B023
                 await asyncio.sleep(chance.uniform(0.0, 0.3))
                 await kill(controller)
                 kills += 1
-        running = {(j["rollout_id"], j["attempt_id"]) for j in journals(run) if "exit" not in j}
-        async with longrein("controller", tmp_path / "controller.log", *options):
+        async with longrein("controller", controller_log, *options):
+            for name in ("r0", "r1"):  # by a new controller each time
+                await until(lambda: f"of rollout {name} runs on, as" in controller_log.read_text())  # noqa: B023
+            log.with_name("log.jsonl.go").touch()
             await finished(client, ROLLOUTS)
     assert processes_in(tmp_path) == []
     assert journals(run) == []
@@ -109,8 +113,6 @@ async def test_a_controller_that_is_killed_at_any_moment_loses_nothing(tmp_path:
     assert Counter(note[0] for note in notes()) == {"start": len(started), "end": len(ended)}
     assert started == ended  # no agent was ended because its controller was
     assert Counter(rollout_id for rollout_id, _ in started) == {f"r{n}": 1 for n in range(ROLLOUTS)}
-    assert running <= ended  # the last kill's, at least, were taken over
-    assert (tmp_path / "controller.log").read_text().count("runs on, as process") > 0
     rollouts = store.rollouts(limit=1000)
     assert {rollout.status.state for rollout in rollouts} == {RolloutState.succeeded}
     assert store.terminal(0, 1000).total_terminal == len(rollouts) == ROLLOUTS
@@ -154,30 +156,24 @@ async def test_a_retrying_harness_goes_on_over_a_gateway_that_is_killed(tmp_path
         await client.add_rollouts([NewRollout({}, rollout_id="x")])
         await until(lambda: len(answers()) >= 3)
         await kill(first)
-        for enough in (12, 30):
-            async with gateway(tmp_path) as (url, process):
-                urls.append(url)
-                async with asyncio.timeout(120):
-                    while len(answers()) < enough:  # noqa: ASYNC110 (a file)
-                        await asyncio.sleep(0.02)
-                if enough < 30:
-                    await kill(process)
-                else:
-                    await finished(client, 1)
-                    rollout = (await client.rollout("x")).rollout
-                    (attempt,) = await client.attempts("x")
-                    calls = await client.calls("x", "0")
-                    (reward,) = await client.events("x", "0", "reward")
+        async with gateway(tmp_path) as (url, second):
+            urls.append(url)
+            await until(lambda: len(answers()) >= 12)
+            await kill(second)
+        async with gateway(tmp_path) as (url, _):
+            urls.append(url)
+            await finished(client, 1)
+            rollout = (await client.rollout("x")).rollout
+            (attempt,) = await client.attempts("x")
+            calls = await client.calls("x", "0")
+            (reward,) = await client.events("x", "0", "reward")
     assert len(set(urls)) == 1
     assert (rollout.status.state, attempt.outcome) == (RolloutState.succeeded, Outcome.succeeded)
     assert reward.data["value"] == 60.0
     recorded = {call.reply.get("content"): call for call in calls if call.status == "ok"}
     assert len(answers()) == 30
     assert set(answers()) <= recorded.keys()
-    whole = {call.number: [*call.prompt_delta, *call.sampled] for call in calls}
-    last = recorded[answers()[-1]]
-    chain = last
-    while chain.prefix is not None:  # one branch, over all three processes
-        assert whole[chain.prefix]
-        chain = next(call for call in calls if call.number == chain.prefix)
-    assert chain.reply["content"] == answers()[0]
+    call = recorded[answers()[-1]]
+    while call.prefix is not None:  # one branch over all three processes: the ids of each call are those of the next
+        call = next(earlier for earlier in calls if earlier.number == call.prefix)
+    assert call.reply["content"] == answers()[0]

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +72,8 @@ class Control:
     adopt_seconds: float
     held: float = 0.0
     """Seconds for which the gateway was paused or away while agents ran, over all controllers of the run."""
-    gateway: str = ""
-    """The gateway's instance, as last heard."""
+    gateway: Callable[[], str] = str
+    """Gives the gateway's instance."""
     _known: str = field(default="", init=False)
 
     def request(self, attempt: Attempt, task_file: Path) -> Json:
@@ -83,7 +83,7 @@ class Control:
             "attempt_id": attempt.attempt_id,
             "started_at": attempt.started_at,
             "held": self.held,
-            "gateway": self.gateway,
+            "gateway": self.gateway(),
             "task_file": str(task_file),
         }
         return {

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from longrein.client import ApiError, Client
 from longrein.controller.local import STOPPED
+from longrein.records import EndAttempt, RolloutState, StatusChange
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,10 @@ STOP_SECONDS = 5.0  # longest wait for the gateway once the controller is to sto
 class Line:
     client: Client
     stop: asyncio.Event
+    instance: str = ""
+    """Names the gateway's process, as last heard."""
+    withdrawn_after: tuple[str, int] = ("", 0)
+    """Position in the list of withdrawn rollouts, and of which process that is."""
     away_at: float = float("-inf")
     """When the gateway was last found away (monotonic)."""
     requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS))
@@ -68,3 +73,44 @@ class Line:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    async def end_attempt(self, rollout_id: str, attempt_id: str, end: EndAttempt) -> None:
+        """End an attempt, unless it has ended: by a request whose answer was lost."""
+        try:
+            await self.insist(lambda: self.client.end_attempt(rollout_id, attempt_id, end))
+        except ApiError as error:
+            if error.status != 409:
+                raise
+
+    async def fail(self, rollout_id: str, why: str) -> None:
+        change = StatusChange(state=RolloutState.failed, error_message=why)
+        await self.insist(lambda: self.client.change_rollout(rollout_id, change))
+
+    async def current_instance(self) -> str:
+        """The gateway's process as it is now."""
+        self.instance = (await self.insist(lambda: self.client.withdrawn("", 0))).instance
+        return self.instance
+
+    async def withdrawn(self, ours: Callable[[], list[str]], wait: float) -> set[str]:
+        """Rollouts that were finished or deleted by somebody while an attempt of them ran; waits for the first.
+
+        A gateway that was started again cannot tell them: then they are looked for among `ours`. Raises `ApiError`.
+        """
+        page = await self.client.withdrawn(*self.withdrawn_after, wait)
+        found = set(page.items)
+        if not page.complete:
+            states = {rollout_id: await self._state(rollout_id) for rollout_id in ours()}
+            found = {
+                name for name, state in states.items() if state not in (RolloutState.queuing, RolloutState.running)
+            }
+        self.instance, self.withdrawn_after = page.instance, (page.instance, page.next_after)
+        return found
+
+    async def _state(self, rollout_id: str) -> RolloutState | None:
+        """A rollout's state; None if it was deleted."""
+        try:
+            return (await self.client.rollout(rollout_id)).rollout.status.state
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from longrein.client import ApiError, Client
 from longrein.config import Config
-from longrein.controller.adoption import Control, Journal, take_control
+from longrein.controller.adoption import Control, take_control
 from longrein.controller.grading import GradeError, Graders, posted_grade
 from longrein.controller.line import FIRST_PAUSE, LONGEST_PAUSE, Line
 from longrein.controller.local import (
@@ -38,6 +38,7 @@ from longrein.controller.local import (
     require_local_processes,
     run_agent,
 )
+from longrein.controller.takeup import LOST, WITHDRAWN, Left, take_up
 from longrein.controller.warmstart import InfrastructureError, Launcher, StartError
 from longrein.records import (
     Attempt,
@@ -59,9 +60,6 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 30.0
 GATE_SECONDS = 1.0
 GRADE_WORKERS = 4
-MOST = 2**31 - 1  # rollouts asked for where all are meant
-
-WITHDRAWN = "its rollout was cancelled or deleted"
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,6 @@ class Change:
     attempt_id: str
     running: int
     grading: int
-
-
-@dataclass(frozen=True)
-class _Left:
-    """An attempt that an earlier controller left: running, or ended and not graded."""
-
-    rollout: Rollout
-    attempt: Attempt
-    journal: Journal | None
 
 
 @dataclass
@@ -117,8 +106,6 @@ class _Controller:
     grading: int = 0
     """Attempts whose agent has ended and whose rollout has not."""
     version: int = 0
-    withdrawn_after: int = 0
-    """Position in the gateway's list of withdrawn rollouts."""
     said_agents_grade: bool = False
 
     def room(self) -> int:
@@ -155,12 +142,14 @@ async def run_controller(
         workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
         log = run / "logs" / "grader.log"
         site = Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: control.held, control)
+        line = Line(client, stop)
+        control.gateway = lambda: line.instance
         async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
             controller = _Controller(
                 config=config,
                 client=client,
                 stop=stop,
-                line=Line(client, stop),
+                line=line,
                 site=site,
                 control=control,
                 graders=graders,
@@ -212,76 +201,27 @@ async def _take(controller: _Controller) -> None:
 
 
 async def _take_up(controller: _Controller) -> None:
-    """Go on with the rollouts that an earlier controller left running, and end what is left of others."""
-    line = controller.line
+    """Go on with the rollouts that an earlier controller left running."""
     try:
-        page = await line.insist(lambda: controller.client.withdrawn("", 0))
-        controller.control.gateway, controller.withdrawn_after = page.instance, page.next_after
-        running = await line.insist(lambda: controller.client.rollouts([RolloutState.running], limit=MOST))
-        journals = {journal.of: journal for journal in controller.control.journals()}
-        for rollout in running:
-            attempts = await line.insist(lambda: controller.client.attempts(rollout.rollout_id))  # noqa: B023
-            if attempts:  # without an attempt it is somebody else's, who runs its agent without a controller
-                await _take_up_one(controller, rollout, attempts, journals)
-        for journal in journals.values():
-            await _end_stranger(controller, journal)
+        found = await take_up(controller.line, controller.control, controller.config.agent.max_attempts)
     except ApiError:
-        if not controller.stop.is_set():
-            raise
-
-
-async def _take_up_one(
-    controller: _Controller, rollout: Rollout, attempts: Sequence[Attempt], journals: dict[tuple[str, str], Journal]
-) -> None:
-    *earlier, last = attempts
-    rollout_id = rollout.rollout_id
-    for attempt in earlier:
-        if attempt.ended_at is None:
-            await _end_attempt(controller, rollout_id, attempt.attempt_id, _LOST)
-    journal = journals.get((rollout_id, last.attempt_id))
-    if journal is not None and journal.started_at == last.started_at:
-        del journals[journal.of]
-    else:  # one of a record that was thrown away
-        journal = None
-    if last.ended_at is None or last.outcome in (Outcome.succeeded, Outcome.agent_failed):
-        if last.ended_at is None:
-            await controller.changed(running=1)
-        _begin(controller, rollout_id, len(attempts), _Left(rollout, last, journal))
-        return
-    if journal is not None:
-        await controller.control.end(journal)
-        controller.control.forget(*journal.of)
-    if len(attempts) >= controller.config.agent.max_attempts:
-        await _fail(controller, rollout_id, "its controller ended before it did")
-    else:
-        logger.info("rollout %s was left running; it gets another attempt", rollout_id)
-        await controller.changed(waiting=1)
-        _begin(controller, rollout_id, len(attempts))
-
-
-_LOST = EndAttempt(Outcome.infrastructure_failed, reason="its controller is gone")
-
-
-async def _end_stranger(controller: _Controller, journal: Journal) -> None:
-    """End an attempt that is no running rollout's: it was cancelled or deleted, or its record was thrown away."""
-    await controller.control.end(journal)
-    controller.control.forget(*journal.of)
-    with contextlib.suppress(ApiError):
-        attempts = await controller.client.attempts(journal.rollout_id)
-        if any(a.attempt_id == journal.attempt_id and a.started_at == journal.started_at for a in attempts):
-            await controller.client.end_attempt(
-                *journal.of, EndAttempt(Outcome.infrastructure_failed, reason=WITHDRAWN)
-            )
+        if controller.stop.is_set():
+            return
+        raise
+    for left in found:
+        runs = left.attempt is not None and left.attempt.ended_at is None
+        await controller.changed(**{"running" if runs else "waiting": 1} if runs or left.attempt is None else {})
+        _begin(controller, left.rollout.rollout_id, left.tried, left if left.attempt else None)
 
 
 async def _abandon(controller: _Controller, rollout_id: str) -> None:
     """End attempts of a rollout whose token was lost on its way to this controller."""
     for attempt in await controller.line.insist(lambda: controller.client.attempts(rollout_id)):
         if attempt.ended_at is None:
-            await _end_attempt(controller, rollout_id, attempt.attempt_id, _LOST)
+            await controller.line.end_attempt(rollout_id, attempt.attempt_id, LOST)
 
 
-def _begin(controller: _Controller, rollout_id: str, tried: int, left: _Left | None = None) -> None:
+def _begin(controller: _Controller, rollout_id: str, tried: int, left: Left | None = None) -> None:
     """Take a rollout. It was counted as waiting, or as running if it is left so."""
     cut = asyncio.Event()
     task = asyncio.create_task(_guarded(controller, rollout_id, tried, left))
@@ -290,7 +230,7 @@ def _begin(controller: _Controller, rollout_id: str, tried: int, left: _Left | N
         cut.set()
 
 
-async def _guarded(controller: _Controller, rollout_id: str, tried: int, left: _Left | None) -> None:
+async def _guarded(controller: _Controller, rollout_id: str, tried: int, left: Left | None) -> None:
     try:
         await _rollout(controller, rollout_id, tried, left)
     except ApiError as error:  # it was deleted, or finished by somebody else, while it was run here
@@ -303,7 +243,7 @@ async def _guarded(controller: _Controller, rollout_id: str, tried: int, left: _
     except Exception as error:
         logger.exception("rollout %s failed in the controller", rollout_id)
         with contextlib.suppress(ApiError):
-            await _fail(controller, rollout_id, f"the controller failed: {type(error).__name__}: {error}")
+            await controller.line.fail(rollout_id, f"the controller failed: {type(error).__name__}: {error}")
     finally:
         controller.starting.discard(rollout_id)
         del controller.taken[rollout_id]
@@ -330,7 +270,7 @@ class _Run:
         return self.rollout.rollout_id, self.attempt.attempt_id
 
 
-async def _rollout(controller: _Controller, rollout_id: str, tried: int, left: _Left | None) -> None:
+async def _rollout(controller: _Controller, rollout_id: str, tried: int, left: Left | None) -> None:
     """Attempts of a rollout until one is not an infrastructure failure; then its reward."""
     pause, taken = FIRST_PAUSE, controller.taken[rollout_id]
     while True:
@@ -356,7 +296,7 @@ async def _rollout(controller: _Controller, rollout_id: str, tried: int, left: _
         pause = min(2 * pause, LONGEST_PAUSE)
         await controller.changed(waiting=1)
     if tried:
-        await _fail(controller, rollout_id, STOPPED)
+        await controller.line.fail(rollout_id, STOPPED)
 
 
 async def _run_next(controller: _Controller, rollout_id: str) -> _Run | None:
@@ -367,16 +307,17 @@ async def _run_next(controller: _Controller, rollout_id: str) -> _Run | None:
         started = await _start_attempt(controller, rollout_id)
         if started is None:
             return None
-        began, gateway = time.monotonic(), controller.control.gateway
+        began, gateway = time.monotonic(), controller.line.instance
         _tell(controller, "started", (rollout_id, started.attempt.attempt_id))
         ended = await run_agent(controller.site, started, controller.taken[rollout_id].cut)
         return _Run(started.rollout, started.attempt, ended, began, gateway)
 
 
-async def _go_on(controller: _Controller, left: _Left) -> _Run:
+async def _go_on(controller: _Controller, left: Left) -> _Run:
     """What an earlier controller began. If its agent has not ended, it was counted as running."""
     rollout, attempt, journal = left.rollout, left.attempt, left.journal
-    gateway = journal.gateway if journal else controller.control.gateway
+    assert attempt is not None
+    gateway = journal.gateway if journal else controller.line.instance
     if attempt.ended_at is None:
         try:
             cut = controller.taken[rollout.rollout_id].cut
@@ -398,7 +339,7 @@ async def _conclude(controller: _Controller, run: _Run, *, last: bool) -> bool:
     if run.attempt.ended_at is None:
         ended = await _blame(controller, run, calls)
         end = EndAttempt(ended.outcome, ended.exit_code, ended.reason, ended.usage)
-        await _end_attempt(controller, rollout_id, attempt_id, end)
+        await controller.line.end_attempt(rollout_id, attempt_id, end)
         _tell(controller, "ended", run.ids)
     else:
         ended = run.ended
@@ -408,7 +349,7 @@ async def _conclude(controller: _Controller, run: _Run, *, last: bool) -> bool:
         return True
     logger.warning("attempt %s of rollout %s: %s", attempt_id, rollout_id, ended.reason)
     if last or ended.final:
-        await _fail(controller, rollout_id, ended.reason or "infrastructure failure")
+        await controller.line.fail(rollout_id, ended.reason or "infrastructure failure")
     controller.control.forget(*run.ids)
     return last or ended.final
 
@@ -418,7 +359,7 @@ async def _end_withdrawn(controller: _Controller, run: _Run) -> None:
     logger.info("attempt %s of rollout %s was ended: %s", *reversed(run.ids), WITHDRAWN)
     end = EndAttempt(Outcome.infrastructure_failed, run.ended.exit_code, WITHDRAWN, run.ended.usage)
     try:
-        await _end_attempt(controller, *run.ids, end)
+        await controller.line.end_attempt(*run.ids, end)
     except ApiError as error:
         if error.status != 404:  # 404: it was deleted
             raise
@@ -481,8 +422,7 @@ async def _was_away(controller: _Controller, run: _Run) -> bool:
     """Whether the gateway was found away since the agent was started, or is another process than then."""
     if controller.line.away_at >= run.began:
         return True
-    page = await controller.line.insist(lambda: controller.client.withdrawn("", 0))
-    return page.instance != run.gateway
+    return await controller.line.current_instance() != run.gateway
 
 
 async def _settle(controller: _Controller, run: _Run, ended: Ended, calls: Sequence[Call]) -> None:
@@ -523,7 +463,7 @@ async def _settle(controller: _Controller, run: _Run, ended: Ended, calls: Seque
             await _post(controller, run, data)
     except GradeError as error:
         logger.warning("rollout %s has no reward: %s", rollout_id, error)
-        await _fail(controller, rollout_id, str(error))
+        await controller.line.fail(rollout_id, str(error))
         return
     change = StatusChange(state=RolloutState.succeeded, error_message=ended.reason)
     await line.insist(lambda: controller.client.change_rollout(rollout_id, change))
@@ -558,19 +498,6 @@ def transcript(calls: Sequence[Call]) -> list[Json]:
     return [*messages_of({call.number: call for call in calls}, last), last.reply]
 
 
-async def _end_attempt(controller: _Controller, rollout_id: str, attempt_id: str, end: EndAttempt) -> None:
-    try:
-        await controller.line.insist(lambda: controller.client.end_attempt(rollout_id, attempt_id, end))
-    except ApiError as error:
-        if error.status != 409:  # 409: ended already, by a request whose answer was lost
-            raise
-
-
-async def _fail(controller: _Controller, rollout_id: str, why: str) -> None:
-    change = StatusChange(state=RolloutState.failed, error_message=why)
-    await controller.line.insist(lambda: controller.client.change_rollout(rollout_id, change))
-
-
 # --- Beside the loop ----------------------------------------------------------------------------------------------
 
 
@@ -590,35 +517,15 @@ async def _watch_withdrawn(controller: _Controller) -> None:
     pause = FIRST_PAUSE
     while True:
         try:
-            await _hear_withdrawn(controller, POLL_SECONDS)
+            for rollout_id in await controller.line.withdrawn(lambda: list(controller.taken), POLL_SECONDS):
+                if taken := controller.taken.get(rollout_id):
+                    taken.withdrawn = True
+                    taken.cut.set()
             pause = FIRST_PAUSE
         except ApiError as error:
             controller.line.note_away(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-
-async def _hear_withdrawn(controller: _Controller, wait: float) -> None:
-    control, client = controller.control, controller.client
-    page = await client.withdrawn(control.gateway, controller.withdrawn_after, wait)
-    withdrawn = set(page.items)
-    if not page.complete:  # the gateway was started again
-        states = {rollout_id: await _state(client, rollout_id) for rollout_id in list(controller.taken)}
-        withdrawn = {i for i, state in states.items() if state not in (RolloutState.queuing, RolloutState.running)}
-    control.gateway, controller.withdrawn_after = page.instance, page.next_after
-    for rollout_id in withdrawn & controller.taken.keys():
-        controller.taken[rollout_id].withdrawn = True
-        controller.taken[rollout_id].cut.set()
-
-
-async def _state(client: Client, rollout_id: str) -> RolloutState | None:
-    """A rollout's state; None if it was deleted."""
-    try:
-        return (await client.rollout(rollout_id)).rollout.status.state
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        return None
 
 
 async def _warm(controller: _Controller, launcher: Launcher) -> None:
