@@ -18,11 +18,11 @@ from gateway.serving import Served, serving
 from longrein.client import ApiError, Client
 from longrein.config import ConfigError
 from longrein.controller.adoption import Control, Journal, take_control
-from longrein.controller.local import base_environment
+from longrein.controller.local import Site, base_environment, go_on
 from longrein.controller.reconcile import run_controller
 from longrein.controller.supervisor import boot, start_time
 from longrein.controller.warmstart import Exit, InfrastructureError, Launcher, Process, Program
-from longrein.records import Attempt, NewEvent, NewRollout, Outcome, RolloutState
+from longrein.records import Attempt, NewEvent, NewRollout, Outcome, Rollout, RolloutState
 
 from .fakes import FakeClient, controlling, make_config, until, write
 from .processes import KEY, alive, journals, kill, longrein, options_of, processes_in
@@ -311,6 +311,33 @@ async def test_a_supervisor_is_found_under_a_path_of_any_length(tmp_path: Path, 
         assert control.journals() == []
 
 
+async def test_the_time_under_earlier_controllers_counts_and_held_time_does_not(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    agent = make_config(tmp_path, agent={"timeout_seconds": 600.0}).agent
+    rollout, attempt = Rollout("r", {}), Attempt("r", "0", started_at=5.5)
+    with take_control(tmp_path / "control", 60.0) as control:
+
+        async def taken_over(held: float) -> str:
+            """How an agent ends that ran 1000 s, for `held` of which the gateway was away; it is stopped at once."""
+            drop(await spawn(launcher, control, tmp_path, "sleep 600"))
+            (journal,) = control.journals()
+            found = await control.adopt(journal)
+            assert isinstance(found, Process)
+            found.watched_seconds = 1000.0
+            stop = asyncio.Event()
+            stop.set()
+            site = Site(agent, tmp_path, tmp_path / "attempts", "", launcher, lambda: held, control)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Control, "adopt", lambda self, journal: asyncio.sleep(0, found))
+                if held < 400:
+                    stop.clear()
+                return (await go_on(site, rollout, attempt, journal, stop)).reason or ""
+
+        assert (await taken_over(0.0)).startswith("timeout after 600 s")
+        assert await taken_over(500.0) == "the controller was stopped"
+
+
 async def test_a_supervisor_that_comes_after_the_next_controller_starts_nothing(
     tmp_path: Path, launcher: Launcher
 ) -> None:
@@ -352,6 +379,9 @@ async def test_an_unfinished_line_of_a_journal_is_no_line(tmp_path: Path, launch
         assert isinstance(journal.exit, Exit)
         file.write_bytes(whole[:-1])
         assert control.journals()[0].exit is None
+        first, second, third = whole.splitlines(keepends=True)
+        file.write_bytes(first + second[:9] + third)
+        assert (control.journals()[0].agent, control.journals()[0].exit) == (None, None)
         file.write_bytes(whole[:20])
         assert control.journals() == []
 

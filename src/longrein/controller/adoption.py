@@ -211,7 +211,8 @@ def _read(file: Path) -> Journal | None:
         return None
     said: dict[str, Any] = {}
     for line in lines:
-        said |= json.loads(line)
+        with contextlib.suppress(ValueError):  # cut short by a full disk, with the next line behind it
+            said |= json.loads(line)
     if "supervisor" not in said:
         return None
     agent, ended = said.pop("agent", None), said.pop("exit", None)
