@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "longrein"
 #: From the ground up. The three rooms of the third floor never import each other.
 FLOORS = [
     {"records", "config", "functions", "textfile", "database", "schema", "processes"},
-    {"store", "client", "trajectory", "learning", "sandbox", "tasks"},
+    {"store", "client", "trajectory", "learning", "sandbox", "tasks", "audit"},
     {"gateway", "controller", "trainer", "report"},
     {"run"},
     {"cli"},

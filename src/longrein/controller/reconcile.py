@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from longrein.audit.audit import Auditor, Verdict
 from longrein.client import ApiError, Client
 from longrein.config import Config
 from longrein.controller.adoption import Control, take_control
@@ -92,6 +93,7 @@ class _Controller:
     site: Site
     control: Control
     graders: Graders
+    auditor: Auditor
     tell: Callable[[Change], Any]
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
     taken: dict[str, _Taken] = field(default_factory=dict)
@@ -135,6 +137,7 @@ async def run_controller(
     Raises `ConfigError` for a configuration that no agent can be run with, or while another controller runs this run's.
     """
     require_local_processes()
+    auditor = Auditor(config.audit)
     run = config.run.path
     with take_control(run / "control", config.agent.adopt_seconds) as control:
         launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
@@ -153,6 +156,7 @@ async def run_controller(
                 site=site,
                 control=control,
                 graders=graders,
+                auditor=auditor,
                 tell=on_change or (lambda change: None),
             )
             helpers = [asyncio.create_task(_cut_at_stop(controller)), asyncio.create_task(_watch_gateway(controller))]
@@ -427,46 +431,55 @@ async def _was_away(controller: _Controller, run: _Run) -> bool:
 
 async def _settle(controller: _Controller, run: _Run, ended: Ended, calls: Sequence[Call]) -> None:
     """Find the reward of an ended attempt and finish its rollout."""
-    rollout_id, attempt_id = run.ids
-    agent, line = controller.config.agent, controller.line
-    option = "agent.on_timeout" if ended.timed_out else "agent.on_failure"
-    policy = agent.on_timeout if ended.timed_out else agent.on_failure
+    rollout_id, line = run.ids[0], controller.line
     try:
-        if run.attempt.ended_at is not None and await _posted(controller, run):
-            pass  # by the controller that ended the attempt
-        elif ended.outcome is Outcome.agent_failed and policy == "drop":
-            raise GradeError(f"{ended.reason}\n(dropped: {option} = 'drop')")
-        elif ended.outcome is Outcome.agent_failed and policy == "zero":
-            await _post(controller, run, {"value": 0.0, "source": "controller", "reason": f"{option} = 'zero'"})
-        elif controller.config.reward.from_ == "agent":
-            if not controller.said_agents_grade:
-                controller.said_agents_grade = True
-                logger.warning(
-                    "reward.from = 'agent': rewards are what agents post, and anything in an agent's process can post one"
-                )
-            events = await line.insist(lambda: controller.client.events(rollout_id, attempt_id, "reward"))
-            posted_grade(events)
-        else:
-            grading = controller.graders.grade(
-                run.rollout.input,
-                transcript(calls),
-                ended.directory / "work",
-                ended.exit_code,
-                label=f"rollout {rollout_id} attempt {attempt_id}",
-            )
-            grade = await line.or_stop(grading, late=agent.grace_seconds)
-            if grade is None:
-                raise GradeError(f"{STOPPED} before the grader answered")
-            data: Json = {"value": grade.reward, "source": "grader"}
-            if grade.metrics:
-                data["metrics"] = grade.metrics
-            await _post(controller, run, data)
+        # The controller that ended the attempt may have posted its reward too.
+        if run.attempt.ended_at is None or not await _posted(controller, run):
+            verdict = await _audited(controller, run, calls)
+            data = await _reward(controller, run, ended, calls)
+            # An agent's own is there already; the last reward of an attempt counts.
+            if data["source"] != "agent" or verdict.rules("zero"):
+                await _post(controller, run, verdict.reward(data))
     except GradeError as error:
         logger.warning("rollout %s has no reward: %s", rollout_id, error)
-        await controller.line.fail(rollout_id, str(error))
+        await line.fail(rollout_id, str(error))
         return
     change = StatusChange(state=RolloutState.succeeded, error_message=ended.reason)
     await line.insist(lambda: controller.client.change_rollout(rollout_id, change))
+
+
+async def _reward(controller: _Controller, run: _Run, ended: Ended, calls: Sequence[Call]) -> Json:
+    """The data of an ended attempt's reward event: its `value`, and its `source`. Raises `GradeError`."""
+    agent, line = controller.config.agent, controller.line
+    if ended.outcome is Outcome.agent_failed:
+        option = "agent.on_timeout" if ended.timed_out else "agent.on_failure"
+        policy = agent.on_timeout if ended.timed_out else agent.on_failure
+        if policy == "drop":
+            raise GradeError(f"{ended.reason}\n(dropped: {option} = 'drop')")
+        if policy == "zero":
+            return {"value": 0.0, "source": "controller", "reason": f"{option} = 'zero'"}
+    if controller.config.reward.from_ == "agent":
+        if not controller.said_agents_grade:
+            controller.said_agents_grade = True
+            logger.warning(
+                "reward.from = 'agent': rewards are what agents post, and anything in an agent's process can post one"
+            )
+        events = await line.insist(lambda: controller.client.events(*run.ids, "reward"))
+        return {"value": posted_grade(events).reward, "source": "agent"}
+    grading = controller.graders.grade(
+        run.rollout.input,
+        transcript(calls),
+        ended.directory / "work",
+        ended.exit_code,
+        label="rollout {} attempt {}".format(*run.ids),
+    )
+    grade = await line.or_stop(grading, late=agent.grace_seconds)
+    if grade is None:
+        raise GradeError(f"{STOPPED} before the grader answered")
+    data: Json = {"value": grade.reward, "source": "grader"}
+    if grade.metrics:
+        data["metrics"] = grade.metrics
+    return data
 
 
 async def _post(controller: _Controller, run: _Run, data: Json) -> None:
@@ -486,7 +499,17 @@ async def _post(controller: _Controller, run: _Run, data: Json) -> None:
 async def _posted(controller: _Controller, run: _Run) -> bool:
     """Whether a controller has posted the attempt's reward."""
     events = await controller.client.events(*run.ids, "reward")
-    return any(event.data.get("source") in ("grader", "controller") for event in events)
+    return any(event.data.get("source") in ("grader", "controller", "audit") for event in events)
+
+
+async def _audited(controller: _Controller, run: _Run, calls: Sequence[Call]) -> Verdict:
+    """What an attempt tried, recorded. Raises `GradeError` where the run file has it dropped for that."""
+    verdict = await asyncio.to_thread(controller.auditor.judge, calls)
+    for event in verdict.events():
+        await controller.line.insist(lambda: controller.client.add_event(*run.ids, event))  # noqa: B023
+    if verdict.dropped is not None:
+        raise GradeError(verdict.dropped)
+    return verdict
 
 
 def transcript(calls: Sequence[Call]) -> list[Json]:
