@@ -26,6 +26,7 @@ from longrein.gateway.engines.answers import Answers
 from longrein.gateway.engines.lineage import Lineage, Lineages
 from longrein.gateway.engines.routing import choose_endpoint
 from longrein.records import Call, Json, Mode, Rollout, now
+from longrein.schema import StoreError
 
 if TYPE_CHECKING:
     from longrein.gateway.serve import Gateway
@@ -351,6 +352,9 @@ class Relay(Response):
                 await send({"type": "http.response.body", "body": block, "more_body": True})
         except httpx.HTTPError as problem:
             error = f"the model's endpoint broke off the stream: {problem or type(problem).__name__}"
+        except StoreError as problem:  # the event that ends the answer is held back: the call is not recorded
+            failure = DialectError(503, str(problem), type="api_error", code="store")
+            await send({"type": "http.response.body", "body": event(failure.body()) + DONE, "more_body": True})
         if not exchange.committed:
             failure = DialectError(502, error, type="api_error", code="upstream_error")
             await self._calls._commit(exchange, "error", 502, {"message": error})
