@@ -185,7 +185,7 @@ def read_log(file: str) -> Log | None:
         if head[4:8] != b"\0\0\0\0":  # the database's size in pages: only the frame that commits has it
             whole = at
     rest = at - whole
-    if data[at + 8 : at + 16] == salts:  # one more frame of this round, which is damaged or not whole
+    if at < len(data) and salts.startswith(data[at + 8 : at + 16]):  # one more frame of this round, damaged or cut
         rest = len(data) - whole
     return Log(whole, rest)
 
@@ -253,7 +253,9 @@ def give_back_space(connection: sa.Connection, pages: int = 2000) -> bool:
     free = value("freelist_count")
     if not free or value("auto_vacuum") != 2:
         return False
-    connection.exec_driver_sql(f"PRAGMA incremental_vacuum({pages})").all()
+    dbapi = connection.connection.dbapi_connection
+    assert dbapi is not None
+    dbapi.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()  # type: ignore[attr-defined]  (a step for each page)
     return 0 < value("freelist_count") < free
 
 

@@ -56,8 +56,14 @@ def check(url: str) -> list[Looked]:
         engine = open_reading(url)
         try:
             with _one_moment(engine) as connection:
-                schema.check_schema(connection, name, read_only=True)
-                return [_database(connection, url), *_records(connection)]
+                pages = _database(connection, url)
+                try:
+                    schema.check_schema(connection, name, read_only=True)
+                except SQLAlchemyError:
+                    if pages.problems and "not a database" not in pages.problems[0]:
+                        return [pages]
+                    raise
+                return [pages, *_records(connection)]
         finally:
             engine.dispose()
     except (SQLAlchemyError, OSError) as error:
