@@ -167,10 +167,10 @@ async def test_a_client_waits_for_a_record_that_has_no_room_now(tmp_path: Path) 
             connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         big = [NewRollout(input={"text": "x" * 200_000}, rollout_id="r")]
         async with Client(served.url, "run-key", retry_seconds=0.0) as client:
-            with pytest.raises(ApiError, match="503: .*disk is full; make room"):
+            with pytest.raises(ApiError, match=r"503: .*disk is full; make room"):
                 await client.add_rollouts(big)
-        asked = asyncio.Event()
-        sa.event.listen(engine, "rollback", lambda _: asked.set())  # type: ignore[attr-defined]
+        asked, loop = asyncio.Event(), asyncio.get_running_loop()
+        sa.event.listen(engine, "rollback", lambda _: loop.call_soon_threadsafe(asked.set))  # type: ignore[attr-defined]
         async with Client(served.url, "run-key", retry_seconds=60.0) as client:
             adding = asyncio.create_task(client.add_rollouts(big))
             await asyncio.wait_for(asked.wait(), 60)
