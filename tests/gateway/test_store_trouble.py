@@ -168,16 +168,18 @@ def test_on_postgresql_calls_survive_a_restart_of_the_server_and_the_death_of_th
 # --- In the gateway's own process -------------------------------------------------------------------------------------
 
 
-def no_room(connection: sa.Connection) -> None:
-    raise sa.exc.OperationalError("BEGIN", {}, sqlite3.OperationalError("database or disk is full"))
-
-
 @contextlib.contextmanager
-def without_room(store: Store) -> Iterator[None]:
-    """No transaction begins in the block."""
+def without_room(store: Store) -> Iterator[asyncio.Event]:
+    """No transaction begins in the block; the event is set when one was to begin."""
+    tried, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def no_room(connection: sa.Connection) -> None:
+        loop.call_soon_threadsafe(tried.set)
+        raise sa.exc.OperationalError("BEGIN", {}, sqlite3.OperationalError("database or disk is full"))
+
     sa.event.listen(store.engine, "begin", no_room)  # type: ignore[attr-defined]
     try:
-        yield
+        yield tried
     finally:
         sa.event.remove(store.engine, "begin", no_room)  # type: ignore[attr-defined]
 
@@ -234,11 +236,6 @@ async def test_the_choices_of_one_answer_are_recorded_all_or_none(tmp_path: Path
 async def test_that_an_answer_was_not_given_is_recorded_when_there_is_room_again(tmp_path: Path) -> None:
     async with harness(tmp_path) as client:
         store = client.served.gateway.store
-        tried, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def tries(connection: sa.Connection) -> None:
-            loop.call_soon_threadsafe(tried.set)
-
         asking = client.ask("chat", stream=True)
         await client.engine.begun.acquire()
         recording, recorded = asyncio.Event(), store.add_calls
@@ -257,8 +254,7 @@ async def test_that_an_answer_was_not_given_is_recorded_when_there_is_room_again
         job = next(job for attempt in client.served.gateway.calls.attempts.values() for job in attempt.jobs)  # type: ignore[attr-defined]
         while job.delivery.listeners:  # noqa: ASYNC110 (the server's own seeing has no event)
             await asyncio.sleep(0.005)
-        with without_room(store):
-            sa.event.listen(store.engine, "begin", tries, insert=True)  # type: ignore[attr-defined]
+        with without_room(store) as tried:
             leaves.set()
             await tried.wait()
         [call] = await client.served.calls()
