@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from longrein import database, storecheck
 from longrein.database import read_log
@@ -106,7 +107,7 @@ async def test_when_sqlite_rolls_everything_back_nothing_of_the_group_is_acknowl
         dbapi = connection.connection.dbapi_connection
         assert isinstance(dbapi, sqlite3.Connection)
         dbapi.execute("ROLLBACK")  # as SQLite itself does where it has no room or memory left
-        raise sa.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+        raise OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
 
     results = await asyncio.gather(
         store.add_call(call(0)), store._write(roll_back), store.add_call(call(1)), return_exceptions=True
@@ -409,7 +410,7 @@ def test_the_server_writes_its_log_before_it_answers_a_commit(
 async def test_a_reader_cannot_write(location: str) -> None:
     store = Store.open(location)
     reader = Store.open(location, read_only=True)
-    with pytest.raises(sa.exc.DBAPIError), reader.engine.begin() as connection:
+    with pytest.raises(DBAPIError), reader.engine.begin() as connection:
         connection.exec_driver_sql("DELETE FROM rollouts")
     reader.close()
     store.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -214,57 +214,39 @@ class _Size:
 
 
 def _attempts_calls(looked: Looked, attempt: str, rows: Iterable[Row[Any]]) -> None:
-    sizes: dict[int, _Size] = {}
+    sizes: dict[int, _Size | None] = {}  # None: cannot be read, which has been said
     for row in rows:
         looked.count += 1
         where = f"call {row.number} of {attempt}"
         if row.number in sizes:
             looked.say(where, "is there twice")
-        # Whatever is wrong with it, later calls that point to it are looked at as if it were not.
-        sizes[row.number] = _Size(
-            row.prompt_length + _sampled_count(row), row.messages_keep + _count_of(row.messages) + 1
-        )
-        problems = list(_problems_of_row(row))
-        for problem in problems:
-            looked.say(where, problem)
-        if problems:
+        try:
+            call = schema.call_of(row)
+        except (ValueError, TypeError) as error:
+            for problem in _broken_columns(row) or [f"cannot be read: {error}"]:
+                looked.say(where, problem)
+            sizes[row.number] = None
             continue
-        for problem in _problems_of_call(schema.call_of(row), sizes):
+        sizes[row.number] = _Size(call.prompt_length + call.sampled_count, call.messages_keep + len(call.messages) + 1)
+        for problem in _problems_of_call(call, sizes):
             looked.say(where, problem)
 
 
-def _sampled_count(row: Row[Any]) -> int:
-    try:
-        return schema.call_of(row).sampled_count
-    except (ValueError, TypeError):
-        return len(row.sampled) // 4
-
-
-def _count_of(text: str) -> int:
-    try:
-        return len(msgspec.json.decode(text, type=list))
-    except (ValueError, TypeError):
-        return 0
-
-
-def _problems_of_row(row: Row[Any]) -> Iterator[str]:
-    """What keeps a row from being read as a call."""
+def _broken_columns(row: Row[Any]) -> list[str]:
+    """What keeps a row from being read as a call, by column."""
+    found = []
     for name in ("prompt_delta", "sampled", "logprobs"):
         blob = row._mapping[name]
         if blob is not None and len(blob) % 4:
-            yield f"{name} has {len(blob)} bytes, no multiple of 4"
+            found.append(f"{name} has {len(blob)} bytes, no multiple of 4")
     for name in ("versions", "messages", "tools", "reply", "sampling", "error", "pruned"):
         text = row._mapping[name]
         try:
             if text is not None:
                 msgspec.json.decode(text)
         except (ValueError, TypeError) as error:
-            yield f"{name} is not JSON: {error}"
-            return
-    try:
-        schema.call_of(row)
-    except (ValueError, TypeError) as error:
-        yield f"cannot be read: {error}"
+            found.append(f"{name} is not JSON: {error}")
+    return found
 
 
 _WORDS: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -276,7 +258,7 @@ _WORDS: tuple[tuple[str, Sequence[Any]], ...] = (
 )
 
 
-def _problems_of_call(call: Call, sizes: dict[int, _Size]) -> Iterator[str]:
+def _problems_of_call(call: Call, sizes: Mapping[int, _Size | None]) -> Iterator[str]:
     for name, words_known in _WORDS:
         if getattr(call, name) not in words_known:
             yield f"there is no {name} {getattr(call, name)!r}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
 from longrein import storecheck
 from longrein.records import Call
@@ -175,7 +176,7 @@ def without_room(store: Store) -> Iterator[asyncio.Event]:
 
     def no_room(connection: sa.Connection) -> None:
         loop.call_soon_threadsafe(tried.set)
-        raise sa.exc.OperationalError("BEGIN", {}, sqlite3.OperationalError("database or disk is full"))
+        raise OperationalError("BEGIN", {}, sqlite3.OperationalError("database or disk is full"))
 
     sa.event.listen(store.engine, "begin", no_room)  # type: ignore[attr-defined]
     try:
