@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ from longrein.records import (
     StatusChange,
 )
 from longrein.store import Store, StoreError
+from longrein.trainer.tracking import read_metrics
 from longrein.trajectory.report import Report, build_report
+from tiny_run import write_run
 from trajectory.recorded_calls import random_calls
 
 pytest_plugins = ["postgres_server"]
@@ -267,3 +271,35 @@ def test_a_damaged_rollout_is_left_as_it_is(tmp_path: Path) -> None:
         store.close()
 
     asyncio.run(work())
+
+
+def test_a_run_that_prunes_is_reported_whole(tmp_path: Path) -> None:
+    """Through real processes: what the report says was trained is what the trainer counted, pruned or not."""
+    file = write_run(tmp_path)
+    options = (
+        "trainer.checkpoint_every=1",
+        "store.keep=1",
+        "eval.after=false",
+        "trainer.preflight=false",
+        "trainer.steps=3",
+    )
+    command = [sys.executable, "-m", "longrein.cli", "train", str(file)]
+    for option in (f"run.dir={tmp_path}", "run.name=kept", *options):
+        command += ["--set", option]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "kept"
+    steps = [line for line in read_metrics(folder) if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    store = Store.open(f"sqlite:///{folder / 'store.sqlite'}", read_only=True)
+    pruned = {
+        rollout.metadata["step"]: all(call.pruned for call in store.calls(rollout.rollout_id, "0"))
+        for rollout in store.rollouts()
+    }
+    store.close()
+    assert pruned == {0: True, 1: True, 2: True, 3: False}
+    report = (folder / "report.md").read_text()
+    assert f"| trained | {sum(line['tokens/trained'] for line in steps):.0f} |" in report
+    assert "| of these pruned to counts and rewards | " in report
+    assert cli.main(["store", "check", str(folder)]) == 0

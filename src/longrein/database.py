@@ -108,7 +108,7 @@ class Lock:
     """Held on FILE-lock while a process writes a SQLite file; it ends with the process, however that ends."""
 
     def __init__(self, file: str) -> None:
-        self._name = file + "-lock"
+        self._name = os.path.realpath(file) + "-lock"
         self._descriptor = -1
         try:
             import fcntl
@@ -381,7 +381,7 @@ def words(error: BaseException) -> str:
 def shown(url: str) -> str:
     """The URL as it may be shown, without a password."""
     try:
-        return sa.make_url(url).render_as_string(hide_password=True)
+        return sa.make_url(url).difference_update_query(["password"]).render_as_string(hide_password=True)
     except ArgumentError:
         raise StoreError(
             f"store.url: {url!r} is not a SQLAlchemy URL; expected e.g. sqlite:///runs/store.sqlite"
