@@ -13,7 +13,7 @@ PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/nu
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench bench-load clean
 
 setup: $(READY)
 
@@ -76,6 +76,11 @@ bench: setup $(if $(PYTHON312),.bench/agent-lightning/.ready)
 	$(BIN)/python bench/gateway.py $(if $(PYTHON312),--agent-lightning .bench/agent-lightning/bin/python)
 	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/train.py
+
+# A quarter of an hour; BENCH_LOAD takes options of bench/load.py.
+bench-load: setup $(if $(PYTHON312),.bench/agent-lightning/.ready)
+	$(BIN)/python bench/load.py $(if $(PYTHON312),--agent-lightning .bench/agent-lightning/bin/python) --picture .bench/load.png $(BENCH_LOAD)
+	$(BIN)/python bench/dispatch.py
 
 clean:
 	rm -rf $(VENV) .venv-vllm runs .pytest_cache .ruff_cache .hypothesis

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from reference import AGENT_LIGHTNING
 from rich.console import Console
 from rich.table import Table
 
@@ -73,20 +74,6 @@ print(f"http://127.0.0.1:{{listener.getsockname()[1]}}", flush=True)
 routes = [Route("/v1/chat/completions", chat, methods=["POST"]),
           Route("/inference/v1/generate", generate, methods=["POST"]), Route("/health", health)]
 uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False)).run(sockets=[listener])
-"""
-
-#: Agent Lightning's server, as its own command starts it, on a free port.
-AGENT_LIGHTNING = """
-import os, socket, uvicorn
-from importlib.resources import files
-from omegaconf import OmegaConf
-from agentlightning.server.app import create_app
-config = OmegaConf.load(str(files("agentlightning") / "config" / "server.yaml"))
-config.key, config.default_proxy.model_name = "bench", "policy"
-listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it logs every call; nobody reads that here
-uvicorn.Server(uvicorn.Config(create_app(config), log_level="error", access_log=False)).run(sockets=[listener])
 """
 
 

@@ -80,6 +80,14 @@ def report(options: argparse.Namespace) -> None:
     write_report(options.run)
 
 
+def audit(options: argparse.Namespace) -> int:
+    from longrein.audit import command
+
+    return command.command(
+        options.run, rules=options.rule, rollouts=options.rollout, form=options.format, least=options.min_severity
+    )
+
+
 def compare(options: argparse.Namespace) -> None:
     from longrein.report import write_comparison
 
@@ -159,6 +167,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--defaults", action="store_true", help="print every option with its default and its meaning")
     one = add("report", report, "say what a run did: rewards, tokens, forks, times, failures", None)
     one.add_argument("run", metavar="RUN", help="the run's folder")
+    one = add("audit", audit, "say what agents tried that they should not, with excerpts; status 1 if anything", None)
+    one.add_argument("run", metavar="RUN", help="the run's folder; the run may be going on")
+    one.add_argument("--rule", metavar="ID", action="append", default=[], help="only this rule; can be given again")
+    one.add_argument(
+        "--rollout", metavar="ID", action="append", default=[], help="only this rollout; can be given again"
+    )
+    one.add_argument("--format", choices=("table", "jsonl"), default="table", help="(%(default)s)")
+    one.add_argument(
+        "--min-severity", choices=("low", "medium", "high"), default="low", help="leave out what is below (%(default)s)"
+    )
     one = add("compare", compare, "several runs in one table and picture", None)
     one.add_argument("run", metavar="RUN", nargs="+", help="folders of runs")
     one.add_argument("--out", metavar="PNG", default="compare.png", help="where the picture goes (%(default)s)")

@@ -79,16 +79,30 @@ class Model(Section):
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters (needs the peft package).")
 
 
+class Simulated(Section):
+    tokens_per_second: float = Field(default=50.0, gt=0, description="Tokens of a reply in a second, at a steady rate.")
+    first_token_seconds: float = Field(default=0.2, ge=0, description="Median time to a reply's first token.")
+    first_token_spread: float = Field(
+        default=0.0, ge=0, description="Standard deviation of that time's logarithm; 0: always the median."
+    )
+    reply_tokens: int = Field(default=200, ge=1, description="Median length of a reply, its stop token included.")
+    reply_spread: float = Field(
+        default=0.0, ge=0, description="Standard deviation of that length's logarithm; 0: always the median."
+    )
+
+
 class Engine(Section):
-    kind: Literal["embedded", "vllm", "sglang", "openai", "scripted"] = Field(
+    kind: Literal["embedded", "vllm", "sglang", "openai", "scripted", "simulated"] = Field(
         default="embedded",
-        description="What samples tokens: the trainer's own process, vLLM or SGLang servers, a text-only OpenAI-compatible endpoint, or a Python function.",
+        description="What samples tokens: the trainer's own process, vLLM or SGLang servers, a text-only OpenAI-compatible endpoint, a Python function, or random words at a steady rate for load tests.",
     )
     urls: list[str] = Field(
         default=[], description="Servers of kind vllm or sglang. More may register by POST /api/models."
     )
     max_concurrent: int = Field(
-        default=0, ge=0, description="Calls that are at the engine's endpoints at once; 0 sets no limit."
+        default=0,
+        ge=0,
+        description="Calls that are sampled at once; further ones wait in the gate. 0: twice max_batch for the embedded engine, no limit for others.",
     )
     url: str = Field(default="", description="Endpoint of kind openai, with its /v1.")
     model: str = Field(
@@ -108,6 +122,7 @@ class Engine(Section):
     threads: int = Field(
         default=0, ge=0, description="CPU threads of the embedded engine and learner; 0 leaves torch's choice."
     )
+    simulated: Simulated = Field(default_factory=Simulated, description="What kind simulated plays.")
 
 
 class Gateway(Section):
@@ -138,6 +153,9 @@ class Gateway(Section):
     max_body_bytes: int = Field(
         default=32 * 1024 * 1024, ge=1024, description="Largest request body; a larger one is answered 413."
     )
+    body_seconds: float = Field(
+        default=60.0, gt=0, description="Longest time that a request body may take to arrive; then it is answered 408."
+    )
 
 
 class Gate(Section):
@@ -146,6 +164,19 @@ class Gate(Section):
     )
     hold_seconds: float = Field(
         default=240.0, gt=0, description="Longest wait of a held call before it is refused with 429."
+    )
+    max_waiting: int = Field(
+        default=4096,
+        ge=0,
+        description="Calls that may wait, held or for engine.max_concurrent, before further ones get 429; 0 sets no limit.",
+    )
+    in_flight: Literal["freeze", "drain"] = Field(
+        default="freeze",
+        description="Calls that a vLLM server is sampling when new weights come: stop at a token boundary and go on with them (freeze), or are finished first (drain). The embedded engine freezes.",
+    )
+    kv_after_update: Literal["auto", "keep", "recompute"] = Field(
+        default="auto",
+        description="Keys and values of calls that go on with new weights: those of the old ones (keep), or computed anew (recompute). auto: the embedded engine keeps, vLLM recomputes.",
     )
 
 
@@ -182,6 +213,21 @@ class Agent(Section):
     grace_seconds: float = Field(default=5.0, ge=0, description="Time between asking an agent to end and killing it.")
     max_concurrent: int = Field(default=8, ge=1, description="Attempts that run at once.")
     max_attempts: int = Field(default=2, ge=1, description="Attempts of a rollout whose infrastructure fails.")
+    max_calls: int = Field(
+        default=2000,
+        ge=0,
+        description="Replies that an attempt's token may have sampled (n = 4 is four); 0 sets no limit.",
+    )
+    max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens that an attempt's token may have sampled, prompts not counted; 0 sets no limit.",
+    )
+    max_concurrent_calls: int = Field(
+        default=64,
+        ge=0,
+        description="Replies that an attempt's token may have sampled at once, and its open model requests; 0 sets no limit.",
+    )
     controller: Literal["start", "external"] = Field(
         default="start", description="Start a controller with the run, or use one that runs already."
     )
@@ -207,6 +253,23 @@ class Reward(Section):
         description="module:function of (task, transcript, workspace, exit_status): a float or a dict with reward.",
     )
     timeout_seconds: float = Field(default=60.0, gt=0, description="Longest run of the reward function.")
+
+
+class Audit(Section):
+    action: Literal["off", "report", "zero", "drop"] = Field(
+        default="report",
+        description="What a flag of severity act_on or above does: it is recorded (report), makes the reward 0 (zero) or leaves the rollout without one (drop); off does not look.",
+    )
+    act_on: Literal["low", "medium", "high"] = Field(
+        default="high", description="Least severity from which on audit.action is taken; flags below are recorded only."
+    )
+    actions: dict[str, Literal["report", "zero", "drop"]] = Field(
+        default={}, description="Actions of single rules by their id, whatever their severity."
+    )
+    rules: list[str] = Field(
+        default=[], description="Further files of rules (TOML); a rule with the id of a built-in one replaces it."
+    )
+    disable: list[str] = Field(default=[], description="Ids of rules that are not looked for.")
 
 
 class Warmup(Section):
@@ -306,6 +369,7 @@ class Config(Section):
     agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")
     task: Task = Field(default_factory=Task, description="What the harness is run on.")
     reward: Reward = Field(default_factory=Reward, description="Who grades and how.")
+    audit: Audit = Field(default_factory=Audit, description="What agents try that they should not.")
     warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")
     algorithm: Algorithm = Field(default_factory=Algorithm, description="Advantage and loss.")
     trainer: Trainer = Field(default_factory=Trainer, description="Optimizer, steps and checkpoints.")
@@ -335,16 +399,36 @@ class Config(Section):
                 f"model.path: engine.kind = {self.engine.kind!r} needs the model's folder or hub name: prompts are "
                 "rendered and encoded here"
             )
-        if self.engine.kind == "scripted" and self.engine.max_concurrent:
-            raise ValueError("engine.max_concurrent: a function has no endpoints; leave it out")
         if self.engine.kind == "scripted" and not self.engine.script:
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
         if self.store.keep != "all" and not self.trainer.checkpoint_every:
             raise ValueError(
                 f"store.keep: {self.store.keep!r} removes only what a checkpoint has got past; set trainer.checkpoint_every"
             )
+        if self.agent.max_tokens and (not self.model.path or self.engine.kind == "openai"):
+            raise ValueError(
+                "agent.max_tokens: tokens are counted where replies are sampled token by token, which needs model.path and an "
+                "engine.kind other than openai; leave it out"
+            )
+        if self.engine.kind == "simulated" and not self.model.path:
+            raise ValueError(
+                "model.path: engine.kind = 'simulated' needs a folder with a tokenizer and a chat template"
+            )
+        if self.engine.kind != "simulated" and self.engine.simulated != Simulated():
+            raise ValueError(f"engine.simulated: is for engine.kind = 'simulated', which is {self.engine.kind!r}")
+        if self.engine.kind != "vllm" and self.gate.in_flight == "drain":
+            raise ValueError(
+                "gate.in_flight: only vLLM servers can be drained; the embedded engine freezes at a token boundary"
+            )
+        if self.engine.kind == "vllm" and self.gate.kv_after_update == "keep":
+            raise ValueError(
+                "gate.kv_after_update: vLLM cannot forget the keys and values of finished calls while it keeps those of "
+                "running ones; use recompute"
+            )
         if self.agent.command and self.agent.agent_class:
             raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
+        if self.audit.action == "off" and self.audit.actions:
+            raise ValueError("audit.actions: audit.action = 'off' looks for nothing; leave out one of them")
         if self.warmup.steps and not (self.warmup.teacher or self.warmup.teacher_url):
             raise ValueError("warmup.teacher: warmup.steps > 0 needs warmup.teacher or warmup.teacher_url")
         if self.warmup.teacher and self.warmup.teacher_url:
@@ -402,6 +486,10 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
+    audit = values.get("audit")
+    if isinstance(audit, dict) and isinstance(audit.get("rules"), list):
+        files = [os.path.expanduser(file) if isinstance(file, str) else file for file in audit["rules"]]
+        audit["rules"] = [str((folder / file).resolve()) if isinstance(file, str) else file for file in files]
     for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "folder")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
@@ -483,7 +571,7 @@ def _toml_section(name: str, table: dict[str, Any]) -> str:
 
 
 def _is_table(section: str, key: str) -> bool:
-    return f"{section}.{key}" == "model.lora"
+    return f"{section}.{key}" in ("model.lora", "engine.simulated")
 
 
 def _toml_value(value: Any) -> str:

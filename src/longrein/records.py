@@ -222,6 +222,9 @@ class GateState(Struct, forbid_unknown_fields=True):
     retry_after_seconds: float
     reason: str | None
     inflight: int
+    """Calls that are being sampled."""
+    waiting: int = 0
+    """Calls that are held, or wait for others to end (`engine.max_concurrent`)."""
 
 
 class PauseRequest(Struct, forbid_unknown_fields=True):

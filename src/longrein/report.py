@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,17 +59,23 @@ def _token_report(folder: Path) -> Report:
         rollouts = store.rollouts(limit=2**31 - 1)
         rewards: dict[str, float] = {}
         attempts: list[tuple[str, str]] = []
+        flags: Counter[tuple[str, str, str]] = Counter()
         for rollout in rollouts:
             tried = store.attempts(rollout.rollout_id)
             attempts += [(rollout.rollout_id, attempt.attempt_id) for attempt in tried]
+            for attempt in tried:
+                said = [e.data for e in store.events(rollout.rollout_id, attempt.attempt_id, "audit")]
+                flags.update({(str(d.get("rule")), str(d.get("severity")), str(d.get("action"))) for d in said})
             if tried:
                 events = store.events(rollout.rollout_id, tried[-1].attempt_id, "reward")
                 reward, _, _ = grade_of(rollout, tried[-1], events)
                 if reward is not None:
                     rewards[rollout.rollout_id] = reward
-        return build_report(
+        report = build_report(
             rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds
         )
+        report.flags = flags
+        return report
     finally:
         store.close()
 

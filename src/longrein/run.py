@@ -203,10 +203,12 @@ def controller(config: Config) -> None:
 
 def train(config: Config, *, resume: bool = False, overwrite: bool = False) -> None:
     """A whole run. Raises `ConfigError`, `RunFailed`, `ChildFailed`, `ApiError` or `Interrupted`, each with a message."""
+    from longrein.audit.rules import load_rules
     from longrein.report import write_report
     from longrein.trainer.loop import load_data, refuse_untrainable
 
     refuse_untrainable(config)
+    load_rules(config.audit)
     data = load_data(config)
     prepared = prepare(config, resume=resume, overwrite=overwrite)
     try:
@@ -282,6 +284,10 @@ def _stop_seconds(config: Config) -> float:
     return config.agent.grace_seconds + 15.0
 
 
+# Whoever serves a checkpoint asks it as one attempt that never ends.
+_NO_BUDGET = {"max_calls": 0, "max_tokens": 0, "max_concurrent_calls": 0}
+
+
 def serve(checkpoint: str, port: int = 0) -> None:
     """Serve a checkpoint as an OpenAI-compatible endpoint until SIGINT or SIGTERM."""
     folder = Path(checkpoint)
@@ -294,6 +300,8 @@ def serve(checkpoint: str, port: int = 0) -> None:
                 update={"path": str(folder.resolve()) if folder.is_dir() else checkpoint, "lora": Lora()}
             ),
             "engine": config.engine.model_copy(update={"kind": "embedded", "urls": []}),
+            "agent": config.agent.model_copy(update=_NO_BUDGET),
+            "gate": config.gate.model_copy(update={"in_flight": "freeze"}),
             "gateway": config.gateway.model_copy(update={"url": "", "port": port, "key_file": ""}),
             "store": Store(),
             "warmup": Warmup(),

@@ -273,12 +273,15 @@ class Store:
 
         await self._write(operation)
 
-    async def add_event(self, event: Event) -> None:
-        """Record an event; its attempt is made when it is not there. Raises NotFound for an unknown rollout."""
+    async def add_event(self, event: Event, *, while_running: bool = False) -> None:
+        """Record an event; its attempt is made when it is not there. Raises NotFound for an unknown rollout, and Conflict
+        where the event belongs to a running attempt and this one has ended."""
         row = {name: getattr(event, name) for name in Event.__struct_fields__} | {"data": schema.to_text(event.data)}
 
         def operation(connection: Connection) -> None:
-            _ensure_attempt(connection, event.rollout_id, event.attempt_id)
+            attempt = _ensure_attempt(connection, event.rollout_id, event.attempt_id)
+            if while_running and attempt.ended_at is not None:
+                raise Conflict(f"attempt {event.attempt_id} of rollout {event.rollout_id} has ended")
             connection.execute(_ADD_EVENT, row)
 
         await self._write(operation)
@@ -421,6 +424,22 @@ class Store:
         )
         largest = self._all(query)[0][0]
         return 0 if largest is None else largest + 1
+
+    def spent(self, rollout_id: str, attempt_id: str) -> tuple[int, int]:
+        """(calls, sampled tokens) of an attempt, whatever became of the calls."""
+        sampled = sa.func.coalesce(sa.func.sum(sa.func.length(schema.calls.c.sampled)), 0)
+        query = sa.select(sa.func.count().label("calls"), sampled.label("size")).where(
+            schema.calls.c.rollout_id == rollout_id, schema.calls.c.attempt_id == attempt_id
+        )
+        row = self._all(query)[0]._mapping
+        return row["calls"], int(row["size"]) // 4
+
+    def event_count(self, rollout_id: str, attempt_id: str) -> int:
+        """How many events are stored of an attempt."""
+        query = sa.select(sa.func.count()).where(
+            schema.events.c.rollout_id == rollout_id, schema.events.c.attempt_id == attempt_id
+        )
+        return self._all(query)[0][0]
 
     def events(self, rollout_id: str, attempt_id: str, event_type: str | None = None) -> list[Event]:
         """An attempt's stored events in the order in which they came."""

@@ -6,25 +6,30 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import httpx
 import msgspec
 import pytest
 
 from gateway.engines.fake_server import collect, request, whole
-from gateway.serving import Served, path, serving
+from gateway.serving import KEY, Served, path, serving
+from longrein.client import Client
 from longrein.gateway.engines import EngineError
 from longrein.gateway.engines.routing import choose_endpoint
 from longrein.gateway.engines.tokens import TokensEngine
 from longrein.gateway.loading import load_text_model
 from longrein.records import Call, ModelEndpoint
 from longrein.store import Store
+from longrein.trainer.student import Student
+from longrein.trainer.vllm import VllmServers
 
 from .vllm_server import CONTEXT, MODEL, TRAINABLE, Vllm, missing, vllm
 
@@ -223,6 +228,43 @@ async def test_a_stream_outlives_the_server_that_it_began_at(
     assert len(call.sampled) > 12
     assert call.versions == [(0, len(call.sampled))]
     assert scorer.distance(call, call.prompt_delta) < CLOSE
+
+
+class SameWeights:
+    """A policy whose versions all have the weights that the server began with."""
+
+    def save(self, folder: Path) -> None:
+        shutil.copytree(MODEL, folder)
+
+
+@pytest.mark.parametrize("in_flight", ["freeze", "drain"])
+async def test_a_reply_goes_on_with_new_weights_or_is_finished_before(
+    server: Vllm, tmp_path: Path, in_flight: Literal["freeze", "drain"]
+) -> None:
+    policy, computer = cast(Any, SameWeights()), ThreadPoolExecutor(1)
+    engine = VllmServers(policy, [server.url], tmp_path / "weights", computer, in_flight=in_flight)
+    student = Student(policy, cast(Any, None), engine, "policy")
+    async with serving(tmp_path, **sections(server)) as served, Client(served.url, KEY) as client:
+        await student.start(client)
+        headers = await served.start()
+        body = {"messages": ASK, "max_tokens": 250, "stream": True}
+        publishing: asyncio.Future[None] | None = None
+        events = ""
+        async with served.anonymous.stream("POST", path(), json=body, headers=headers, timeout=300) as answer:
+            async for piece in answer.aiter_text():
+                events += piece
+                if publishing is None and events.count('"content"') > 5:
+                    student.version = 1
+                    publishing = asyncio.ensure_future(student.publish())
+        assert text_of(events)
+        assert publishing is not None
+        await publishing
+        await student.stop()
+        [call] = await recorded(served, 1)
+    versions = [version for version, _ in call.versions]
+    assert versions == ([0, 1] if in_flight == "freeze" else [0])
+    assert sum(count for _, count in call.versions) == len(call.sampled)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-000001"]
 
 
 AGENT = '''\

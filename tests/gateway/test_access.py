@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
+from starlette.routing import Route
 
-from longrein.gateway.access import Access, hash_token, new_token
+from longrein.gateway.access import LARGEST_REWARD, MOST_REWARDS, Access, hash_token, new_token
+from longrein.gateway.app import create_app
+from longrein.gateway.operations import OPERATIONS, Who, operation, table
 
 from .serving import KEY, Served, Upstream, path, register, serving, upstream
 
@@ -83,65 +89,199 @@ async def test_a_token_is_good_for_no_other_rollout_or_attempt(served: Served, m
     assert (await served.anonymous.post(path("other"), json={"messages": []}, headers=other)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "route", "body"),
-    [
-        ("POST", "/api/rollouts", [{"input": {}}]),
-        ("GET", "/api/rollouts", None),
-        ("GET", "/api/rollouts/r", None),
-        ("PATCH", "/api/rollouts/r", {"status": {"state": "succeeded"}}),
-        ("DELETE", "/api/rollouts/r", None),
-        ("GET", "/api/rollouts/terminal", None),
-        ("GET", "/api/rollouts/r/events", None),
-        ("GET", "/api/rollouts/r/calls", None),
-        ("GET", "/api/rollouts/r/attempts", None),
-        ("POST", "/api/rollouts/r/attempts", None),
-        ("PATCH", "/api/rollouts/r/attempts/0", {"outcome": "succeeded"}),
-        ("GET", "/api/models", None),
-        ("POST", "/api/models", [{"model": "m", "endpoint": "http://evil/v1"}]),
-        ("DELETE", "/api/models", None),
-        ("POST", "/proxy/pause", {}),
-        ("POST", "/proxy/resume", None),
-        ("GET", "/proxy/state", None),
-    ],
-)
-async def test_a_token_holds_no_reins(served: Served, method: str, route: str, body: Any) -> None:
+# --- Every route, every credential
+
+
+def routes_of(served: Served) -> set[tuple[str, str]]:
+    app = create_app(served.gateway)
+    return {(method, route.path) for route in app.routes if isinstance(route, Route) for method in route.methods or ()}
+
+
+async def test_somebody_has_decided_on_every_route(served: Served) -> None:
+    routes = routes_of(served)
+    for method, route in routes:
+        operation(method, route)  # raises for one that has no entry
+    assert set(OPERATIONS) - routes == set()
+
+
+async def test_a_route_without_a_decision_is_found() -> None:
+    with pytest.raises(LookupError, match="who may ask for it"):
+        operation("POST", "/api/reins")
+
+
+#: Bodies with which an operation does what it says, so that a refusal is the credential's doing.
+BODIES: dict[tuple[str, str], Any] = {
+    ("POST", "/api/rollouts"): [{"input": {}}],
+    ("PATCH", "/api/rollouts/{rollout_id}"): {"status": {"state": "succeeded"}},
+    ("PATCH", "/api/rollouts/{rollout_id}/attempts/{attempt_id}"): {"outcome": "succeeded"},
+    ("POST", "/api/models"): [{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}],
+    ("POST", "/api/store/prune"): {"through_step": 0},
+    ("POST", "/proxy/pause"): {},
+    ("POST", "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events"): {"event_type": "reward", "data": {"value": 1}},
+}
+ALLOWED: dict[Who, set[str]] = {
+    Who.anyone: {"none", "wrong", "run key", "own token", "another's token", "ended token"},
+    Who.run_key: {"run key"},
+    Who.attempt: {"run key", "own token"},
+    Who.token: {"own token", "another's token"},  # each as its own attempt
+    Who.reward: {"run key"},
+}
+
+
+CREDENTIALS = ("none", "wrong", "ended token", "another's token", "own token", "run key")
+
+
+@pytest.mark.parametrize(("method", "route"), list(OPERATIONS))
+async def test_each_credential_may_do_what_the_table_says(
+    served: Served, model: Upstream, method: str, route: str
+) -> None:
+    """At rollout r's attempt 0, which runs; the ended token is that of its own, ended attempt."""
+    allowed = ALLOWED[operation(method, route).who]
+    body = BODIES.get((method, route), {"messages": []} if method == "POST" else None)
+
+    async def ask(credential: str, headers: dict[str, dict[str, str]]) -> httpx.Response:
+        rollout = "done" if credential == "ended token" else "r"
+        filled = route.format(rollout_id=rollout, attempt_id="0", mode="train")
+        return await served.anonymous.request(method, filled, json=body, headers=headers[credential])
+
+    headers = await credentials(served)
+    before = await state_of(served)
+    for credential in (one for one in CREDENTIALS if one not in allowed):
+        refused = await ask(credential, headers)
+        assert refused.status_code == (401 if credential in ("none", "wrong") else 403), (credential, refused.text)
+        shown = "error" if route.startswith(("/v1", "/proxy/rollout")) else "detail"
+        assert set(refused.json()) == ({"type", "error"} if "/v1/messages" in route else {shown})
+    assert await state_of(served) == before
+    assert model.bodies == []
+    for credential in (one for one in CREDENTIALS if one in allowed):
+        got = await ask(credential, headers)
+        assert got.status_code not in (401, 403), (credential, got.text)
+        await served.clear()
+        await register(served, model)
+        headers = await credentials(served)
+
+
+async def credentials(served: Served) -> dict[str, dict[str, str]]:
+    """Rollouts r, other and done, each with its attempt 0, of which the last has ended; headers by credential."""
+    own, another, ended = [await served.start(name) for name in ("r", "other", "done")]
+    await served.http.patch("/api/rollouts/done/attempts/0", json={"outcome": "succeeded"})
+    await served.http.patch("/api/rollouts/done", json={"status": {"state": "succeeded"}})
+    given = ({}, {"authorization": "Bearer wrong"}, ended, another, own, {"authorization": f"Bearer {KEY}"})
+    return dict(zip(CREDENTIALS, given, strict=True))
+
+
+async def state_of(served: Served) -> Any:
+    """All that the record holds, and the gate."""
+    store = served.gateway.store
+    rollouts = store.rollouts()
+    ids = [one.rollout_id for one in rollouts]
+    attempts = [store.attempts(id) for id in ids]
+    calls = [store.calls(id, one.attempt_id) for id, some in zip(ids, attempts, strict=True) for one in some]
+    events = [store.events(id, one.attempt_id) for id, some in zip(ids, attempts, strict=True) for one in some]
+    return rollouts, attempts, calls, events, store.models(), served.gateway.gate.state()
+
+
+async def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    assert table() in page, "python -m longrein.gateway.operations prints the table of docs/security.md"
+
+
+async def test_the_teachers_name_is_refused_but_in_its_own_rollouts(tmp_path: Path, model: Upstream) -> None:
+    warmup = {"teacher_url": model.url, "teacher_model": "expert"}
+    async with serving(tmp_path, engine={"kind": "openai", "url": model.url}, warmup=warmup) as served:
+        student = await served.start()
+        teaching = await served.start("t", config={"engine": "teacher"})
+        for name in ("expert", "teacher"):
+            refused = await served.anonymous.post("/v1/chat/completions", json=asks(name), headers=student)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert model.bodies == []
+        for name in ("policy", "gpt-5", ""):  # harnesses have names of their own: they mean the policy
+            got = await served.anonymous.post("/v1/chat/completions", json=asks(name), headers=student)
+            assert (got.status_code, model.bodies[-1]["model"]) == (200, "policy")
+        got = await served.anonymous.post("/v1/chat/completions", json=asks("expert"), headers=teaching)
+        assert (got.status_code, model.bodies[-1]["model"]) == (200, "expert")
+        assert [call["engine"] for call in await served.calls()] == [model.url] * 3
+
+
+def asks(name: str) -> dict[str, Any]:
+    return {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+
+
+# --- Events
+
+
+async def test_a_token_posts_no_event_where_a_function_grades(served: Served) -> None:
     token = await served.start()
-    before = (await served.http.get("/api/rollouts/r")).json(), (await served.http.get("/api/models")).json()
-    refused = await served.anonymous.request(method, route, json=body, headers=token)
-    assert refused.status_code == 403
-    assert "run key" in refused.json()["detail"]
-    after = (await served.http.get("/api/rollouts/r")).json(), (await served.http.get("/api/models")).json()
-    assert after == before
-
-
-async def test_a_token_posts_its_own_events_until_its_attempt_ends_but_no_rewards_or_calls(served: Served) -> None:
-    token = await served.start()
-    route = "/api/rollouts/r/attempt/0/events"
-
-    async def post(kind: str, headers: dict[str, str]) -> int:
+    for kind in ("reward", "note", "model_request"):
         body = {"event_type": kind, "data": {"value": 1.0}}
-        return (await served.anonymous.post(route, json=body, headers=headers)).status_code
-
-    assert await post("note", token) == 200
-    assert await post("reward", token) == 403  # reward.from = function: the grader says it
-    assert await post("model_request", token) == 403
+        assert (await served.anonymous.post(EVENTS, json=body, headers=token)).status_code == 403
     await served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
-    assert await post("note", token) == 409
-    assert await post("reward", {"x-api-key": KEY}) == 200
-    events = (await served.http.get("/api/rollouts/r/events")).json()
-    assert [event["event_type"] for event in events] == ["note", "reward"]
+    # Agent Lightning's graders post their reward once the agent has ended.
+    assert (await served.http.post(EVENTS, json={"event_type": "reward", "data": {"value": 1}})).status_code == 200
+    assert [event["event_type"] for event in (await served.http.get("/api/rollouts/r/events")).json()] == ["reward"]
 
 
-async def test_agents_may_post_rewards_where_the_run_file_says_so(tmp_path: Path) -> None:
-    async with serving(tmp_path, reward={"from": "agent"}) as served:
-        token = await served.start()
-        body = {"event_type": "reward", "data": {"value": 0.5}}
-        route = "/api/rollouts/r/attempt/0/events"
-        assert (await served.anonymous.post(route, json=body, headers=token)).status_code == 200
-        await served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
-        assert (await served.anonymous.post(route, json=body, headers=token)).status_code == 409
-        assert len((await served.http.get("/api/rollouts/r/events")).json()) == 1
+EVENTS = "/api/rollouts/r/attempt/0/events"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trusting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    async with serving(tmp_path_factory.mktemp("trusting"), reward={"from": "agent"}) as running:
+        yield running
+
+
+async def test_agents_may_post_their_reward_where_the_run_file_says_so(trusting: Served) -> None:
+    token = await trusting.start()
+    await trusting.start("other")
+
+    async def post(kind: str = "reward", route: str = EVENTS, value: Any = 0.5) -> int:
+        body = {"event_type": kind, "data": {"value": value}}
+        return (await trusting.anonymous.post(route, json=body, headers=token)).status_code
+
+    assert await post() == 200
+    for kind in ("note", "model_request", "Reward", ""):
+        assert await post(kind) == 403
+    for rollout, attempt in (("other", "0"), ("r", "1"), ("nowhere", "0")):
+        assert await post(route=f"/api/rollouts/{rollout}/attempt/{attempt}/events") == 403
+    assert await post(value="1" * LARGEST_REWARD) == 413
+    await trusting.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
+    assert await post() == 403
+    assert len((await trusting.http.get("/api/rollouts/r/events")).json()) == 1
+    await trusting.clear()
+
+
+async def test_rewards_of_a_token_are_no_disk_to_fill(trusting: Served) -> None:
+    token = await trusting.start()
+    body = {"event_type": "reward", "data": {"value": 0.5}}
+    got = [
+        (await trusting.anonymous.post(EVENTS, json=body, headers=token)).status_code for _ in range(MOST_REWARDS + 1)
+    ]
+    assert got == [200] * MOST_REWARDS + [403]
+    assert (await trusting.http.post(EVENTS, json=body)).status_code == 200
+    await trusting.clear()
+
+
+@pytest.mark.parametrize("what", ["call", "reward"])
+async def test_a_body_that_ends_after_its_attempt_comes_too_late(
+    served: Served, trusting: Served, model: Upstream, what: str
+) -> None:
+    """Authorised while the attempt ran, read when it had ended."""
+    at = served if what == "call" else trusting
+    token = (await at.start())["authorization"]
+    body = json.dumps({"messages": []} if what == "call" else {"event_type": "reward", "data": {"value": 1}}).encode()
+    route = path() if what == "call" else EVENTS
+    host, port = at.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {route} HTTP/1.1\r\nhost: x\r\nauthorization: {token}\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body[:5])
+    await at.seen()
+    await at.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
+    writer.write(body[5:])
+    assert b" 403 " in await reader.readline()
+    writer.close()
+    assert model.bodies == []
+    assert (await at.http.get("/api/rollouts/r/events")).json() == []
+    await at.clear()
 
 
 async def test_a_new_attempt_has_a_new_token(served: Served) -> None:
@@ -149,7 +289,7 @@ async def test_a_new_attempt_has_a_new_token(served: Served) -> None:
     await served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "infrastructure_failed"})
     second = {"authorization": f"Bearer {(await served.http.post('/api/rollouts/r/attempts')).json()['token']}"}
     assert first != second
-    assert (await served.anonymous.post(path(), json={}, headers=first)).status_code == 409
+    assert (await served.anonymous.post(path(), json={}, headers=first)).status_code == 403
     assert (await served.anonymous.post(path(attempt_id="1"), json={}, headers=first)).status_code == 403
     assert (await served.anonymous.post(path(attempt_id="1"), json={}, headers=second)).status_code == 200
 
@@ -198,7 +338,7 @@ async def test_keys_are_compared_in_constant_time(served: Served, monkeypatch: p
         return a == b
 
     monkeypatch.setattr("longrein.gateway.access.hmac.compare_digest", compare)
-    access = Access(KEY, served.gateway.store, "function")
+    access = Access(KEY, served.gateway.store, served.gateway.config)
     assert access.caller({"authorization": f"Bearer {KEY}"}).attempt is None
     assert access.caller({"authorization": "Bearer wrong", "x-api-key": KEY}).attempt is None
     assert compared == [(32, 32)] * 3  # digests: of one length, whatever was sent

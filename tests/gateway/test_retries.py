@@ -40,6 +40,7 @@ class SteppedEngine:
     begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     cancelled: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     requests: int = 0
+    version: int = 0
     failures: int = 0
     """So many of the next requests fail in their midst."""
 
@@ -50,14 +51,14 @@ class SteppedEngine:
         number, self.requests = self.requests, self.requests + 1
         try:
             ids = self.model.tokenizer.encode(f"one{number}", add_special_tokens=False).ids
-            yield Chunk(ids, [-0.5] * len(ids), [(0, len(ids))])
+            yield Chunk(ids, [-0.5] * len(ids), [(self.version, len(ids))])
             self.begun.release()
             await self.go_on.wait()
             if self.failures:
                 self.failures -= 1
                 raise EngineError("the engine broke")
             rest = [*self.model.tokenizer.encode(" two", add_special_tokens=False).ids, min(self.model.stop_ids)]
-            yield Chunk(rest, [-0.5] * len(rest), [(0, len(rest))], "stop")
+            yield Chunk(rest, [-0.5] * len(rest), [(self.version, len(rest))], "stop")
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.release()
             raise
@@ -101,15 +102,18 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness(folder: Path, **gateway: Any) -> AsyncIterator[Harness]:
+async def harness(
+    folder: Path, *, max_concurrent: int = 0, gate: dict[str, Any] | None = None, **gateway: Any
+) -> AsyncIterator[Harness]:
     model = make_model_folder(folder / "model")
     (folder / "idle.py").write_text("def script(messages, tools):\n    return 'unused'\n")
     async with serving(
         folder,
         run={"dir": str(folder), "folder": str(folder)},
         model={"path": str(model), "name": "policy"},
-        engine={"kind": "scripted", "script": "idle:script"},
+        engine={"kind": "scripted", "script": "idle:script", "max_concurrent": max_concurrent},
         gateway=gateway,
+        gate=gate or {},
     ) as served:
         calls = served.gateway.calls
         assert isinstance(calls, TokenCalls)
@@ -214,6 +218,25 @@ async def test_the_end_of_the_attempt_ends_the_grace(tmp_path: Path) -> None:
         await client.engine.cancelled.acquire()
         [call] = await client.served.recorded(1)
         assert call["status"] == "abandoned"
+        assert client.calls.attempts == {}
+
+
+@STREAM
+@pytest.mark.parametrize("early", [True, False])
+async def test_nothing_is_kept_of_an_attempt_that_has_ended(tmp_path: Path, stream: bool, early: bool) -> None:
+    """Whether its last call was answered before its end or after."""
+    async with harness(tmp_path) as client:
+        asked = client.ask("chat", stream=stream)
+        await client.engine.begun.acquire()
+        if not early:
+            client.engine.go_on.set()
+            await asked
+        ended = await client.served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
+        assert ended.status_code == 200
+        client.engine.go_on.set()
+        assert "two" in await asked
+        await client.left()
+        assert client.calls.attempts == {}
 
 
 async def test_a_client_that_says_it_asks_again_takes_over_while_the_old_connection_seems_alive(tmp_path: Path) -> None:

@@ -480,7 +480,13 @@ async def test_models_are_listed_to_a_harness(served: Served, model: Upstream) -
 async def test_pause_state_and_resume(served: Served) -> None:
     paused = await served.http.post("/proxy/pause", json={"retry_after_seconds": 7, "reason": "update"})
     assert paused.status_code == 200
-    assert paused.json() == {"paused": True, "retry_after_seconds": 7.0, "reason": "update", "inflight": 0}
+    assert paused.json() == {
+        "paused": True,
+        "retry_after_seconds": 7.0,
+        "reason": "update",
+        "inflight": 0,
+        "waiting": 0,
+    }
     assert (await served.http.get("/proxy/state")).json()["reason"] == "update"
     resumed = await served.http.post("/proxy/resume")
     assert (resumed.status_code, resumed.json()["paused"], resumed.json()["reason"]) == (200, False, None)
@@ -662,11 +668,11 @@ async def test_calls_end_with_their_rollout_and_attempt(served: Served, model: U
     await register(served, model)
     assert (await served.http.post(path(), json={"messages": []}, headers=token)).status_code == 200
     await served.http.patch("/api/rollouts/r/attempts/0", json={"outcome": "succeeded"})
-    for headers in (token, {}):
+    for headers, status in ((token, 403), ({}, 409)):
         refused = await served.http.post(path(), json={"messages": []}, headers=headers)
-        assert refused.status_code == 409
+        assert refused.status_code == status
         assert "attempt 0 of rollout r has ended" in refused.json()["error"]["message"]
-    assert (await served.http.post("/v1/chat/completions", json={}, headers=token)).status_code == 409
+    assert (await served.http.post("/v1/chat/completions", json={}, headers=token)).status_code == 403
     await served.gateway.store.change_rollout("r", StatusChange(state=None))
     await served.http.patch("/api/rollouts/r", json={"status": {"state": "succeeded"}})
     assert (await served.http.post(path(attempt_id="7"), json={"messages": []})).status_code == 409

@@ -37,6 +37,8 @@ class FakeVllm:
     """What was in the folder of each load."""
     version: str = "default"
     url: str = ""
+    waits_for: asyncio.Event | None = None
+    """What a pause with mode=wait waits for: the end of requests in hand."""
 
     async def answer(self, request: Request) -> Response:
         step = request.url.path
@@ -45,6 +47,8 @@ class FakeVllm:
             return JSONResponse({"detail": "Not Found"}, 404)
         if step in self.failing:
             return JSONResponse({"error": "out of memory"}, 500)
+        if step == "/pause" and request.query_params["mode"] == "wait" and self.waits_for is not None:
+            await self.waits_for.wait()
         if step == "/collective_rpc":
             body = await request.json()
             assert body["method"] == "reload_weights"
@@ -102,11 +106,11 @@ class FakePolicy:
 
 @asynccontextmanager
 async def student_of(
-    gateway: FakeGateway, folder: Path, *servers: FakeVllm, urls: list[str] | None = None
+    gateway: FakeGateway, folder: Path, *servers: FakeVllm, urls: list[str] | None = None, **more: Any
 ) -> AsyncIterator[Student]:
     policy = cast(Any, FakePolicy())
     named = [server.url for server in servers] if urls is None else urls
-    engine = VllmServers(policy, named, folder / "weights", ThreadPoolExecutor(1))
+    engine = VllmServers(policy, named, folder / "weights", ThreadPoolExecutor(1), **more)
     student = Student(policy, cast(Any, None), engine, "policy")
     try:
         await student.start(cast(Any, gateway))
@@ -136,6 +140,28 @@ async def test_weights_are_loaded_while_the_gate_is_closed_and_registered_before
         ]
         assert (server.version, server.loaded[-1]) == ("4", ["model.safetensors"])
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-000004"]
+
+
+async def test_drained_servers_finish_what_they_have_before_they_load(tmp_path: Path) -> None:
+    journal: list[str] = []
+    gateway = FakeGateway(journal)
+    async with (
+        fake_vllm(journal, "vllm") as server,
+        student_of(gateway, tmp_path, server, in_flight="drain") as student,
+    ):
+        finished = asyncio.Event()
+        server.waits_for = finished
+        journal.clear()
+        student.version = 1
+        publishing = asyncio.ensure_future(student.publish())
+        while len(journal) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert journal == ["gateway closed", "vllm /pause?mode=wait"]
+        assert not publishing.done()
+        finished.set()
+        await publishing
+        assert journal[2:4] == ["vllm /collective_rpc", "vllm /reset_prefix_cache?reset_running_requests=true"]
+        assert journal[-1] == "gateway open"
 
 
 async def test_registered_servers_get_the_weights_too_and_other_endpoints_of_the_model_are_forgotten(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from longrein.audit.audit import Auditor, Verdict
 from longrein.client import ApiError, Client
 from longrein.config import Config
 from longrein.controller.grading import GradeError, Graders, posted_grade
@@ -78,6 +79,7 @@ class _Controller:
     stop: asyncio.Event
     site: Site
     graders: Graders
+    auditor: Auditor
     tell: Callable[[Change], Any]
     requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS))
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -126,6 +128,7 @@ async def run_controller(
     Raises `ConfigError` for a configuration that no agent can be run with.
     """
     require_local_processes()
+    auditor = Auditor(config.audit)
     run = config.run.path
     launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
     folder = Path.cwd() / config.run.folder
@@ -138,6 +141,7 @@ async def run_controller(
             stop=stop,
             site=Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: controller.held),
             graders=graders,
+            auditor=auditor,
             tell=on_change or (lambda change: None),
         )
         helpers = [asyncio.create_task(_wake_at_stop(controller)), asyncio.create_task(_watch_gateway(controller))]
@@ -337,6 +341,7 @@ async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended
     """Find the reward of an ended attempt and finish its rollout."""
     rollout_id, attempt_id = started.rollout.rollout_id, started.attempt.attempt_id
     try:
+        verdict = await _audited(controller, rollout_id, attempt_id, calls)
         if controller.config.reward.from_ == "agent":
             if not controller.said_agents_grade:
                 controller.said_agents_grade = True
@@ -344,7 +349,10 @@ async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended
                     "reward.from = 'agent': rewards are what agents post, and anything in an agent's process can post one"
                 )
             events = await _insist(controller, lambda: controller.client.events(rollout_id, attempt_id, "reward"))
-            posted_grade(events)
+            data: Json = {"value": posted_grade(events).reward}
+            if verdict.rules("zero"):  # the last reward of an attempt counts
+                reward = NewEvent("reward", verdict.reward(data))
+                await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, reward))
         else:
             grading = controller.graders.grade(
                 started.rollout.input,
@@ -356,18 +364,27 @@ async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended
             grade = await _or_stop(controller, grading, late=controller.config.agent.grace_seconds)
             if grade is None:
                 raise GradeError(f"{STOPPED} before the grader answered")
-            data: Json = {"value": grade.reward, "source": "grader"}
+            data = {"value": grade.reward, "source": "grader"}
             if grade.metrics:
                 data["metrics"] = grade.metrics
-            await _insist(
-                controller, lambda: controller.client.add_event(rollout_id, attempt_id, NewEvent("reward", data))
-            )
+            reward = NewEvent("reward", verdict.reward(data))
+            await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, reward))
     except GradeError as error:
         logger.warning("rollout %s has no reward: %s", rollout_id, error)
         await _fail(controller, rollout_id, str(error))
         return
     change = StatusChange(state=RolloutState.succeeded, error_message=ended.reason)
     await _insist(controller, lambda: controller.client.change_rollout(rollout_id, change))
+
+
+async def _audited(controller: _Controller, rollout_id: str, attempt_id: str, calls: Sequence[Call]) -> Verdict:
+    """What an attempt tried, recorded. Raises `GradeError` where the run file has it dropped for that."""
+    verdict = await asyncio.to_thread(controller.auditor.judge, calls)
+    for event in verdict.events():
+        await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, event))  # noqa: B023
+    if verdict.dropped is not None:
+        raise GradeError(verdict.dropped)
+    return verdict
 
 
 def transcript(calls: Sequence[Call]) -> list[Json]:

@@ -1,10 +1,12 @@
 """Who may do what.
 
 There are two credentials. The *run key* belongs to the trainer, the controller and the operator. An *attempt token*
-belongs to the agent of one attempt: it may ask the model as that attempt, in the mode of its rollout, and post that
-attempt's own events, until the attempt ends. Nothing in a path, header or body widens that.
+belongs to the agent of one attempt: it may ask the model as that attempt, in the mode of its rollout, within the
+attempt's budget (`budget.py`), and, where the run file lets agents say their reward (`reward.from = "agent"`), post
+rewards of that attempt; all of it until the attempt ends. Nothing in a path, header or body widens that.
 
-Both come as `Authorization: Bearer …` or `x-api-key: …`. Tokens are known here by their SHA-256 only.
+Both are random and come as `Authorization: Bearer …` or `x-api-key: …`. They are known here by their SHA-256 only, are
+compared in constant time, and stand in no log and no answer but the one that hands a token out.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from starlette.exceptions import HTTPException
 
+from longrein.config import Config
 from longrein.records import TERMINAL, Attempt, Mode, Rollout
 from longrein.store import Store
+
+#: Rewards that an attempt's token may post (the last one counts), and the size of one as JSON: a record is no disk.
+MOST_REWARDS, LARGEST_REWARD = 100, 64 * 1024
 
 
 def new_token() -> str:
@@ -48,15 +54,21 @@ class Seat:
     mode: Mode
     recorded: bool
     """Whether the store knows the attempt; Agent Lightning's agents name theirs without starting it."""
+    own: bool
+    """Whether the attempt's token asks, which its budget binds, and not the run key."""
 
 
 class Access:
     """Every method takes a request's headers and raises HTTPException when they do not allow what was asked."""
 
-    def __init__(self, key: str, store: Store, rewards_from: Literal["function", "agent"]):
+    def __init__(self, key: str, store: Store, config: Config):
         self._key_hash = hash_token(key)
         self._store = store
-        self._rewards_from = rewards_from
+        self._rewards_from = config.reward.from_
+        warmup = config.warmup
+        teachers = {"teacher", warmup.teacher_model} if warmup.teacher or warmup.teacher_url else set()
+        self._teachers = teachers - {"", config.model.name}
+        """Names that only a rollout of the teacher may ask for."""
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """401 without a credential that is known."""
@@ -81,25 +93,37 @@ class Access:
         if self.caller(headers).attempt is not None:
             raise HTTPException(403, "an attempt's token may not do this; it needs the run key")
 
-    def post_event(self, headers: Mapping[str, str], rollout_id: str, attempt_id: str, event_type: str) -> None:
-        """The run key posts any event; a token those of its own attempt while it runs.
+    def post_events(self, headers: Mapping[str, str], rollout_id: str, attempt_id: str) -> Caller:
+        """Whether any event may be posted there: with the run key, or a token where agents say their reward.
 
-        A token posts rewards only where the run file says that agents do (`reward.from = "agent"`), and never a
-        `model_request`: what was sampled is recorded here and nowhere else.
+        The run key posts events of ended attempts too: Agent Lightning's graders post their reward afterwards.
         """
-        own = self.caller(headers).attempt
-        if own is None:
-            return
-        _same_attempt(own, rollout_id, attempt_id)
-        if event_type == "model_request":
-            raise HTTPException(
-                403, "an attempt's token may not post model_request events: the gateway records the calls itself"
-            )
-        if event_type == "reward" and self._rewards_from != "agent":
+        caller = self.caller(headers)
+        if caller.attempt is None:
+            return caller
+        if self._rewards_from != "agent":
             raise HTTPException(
                 403, 'an attempt\'s token may post rewards only if reward.from = "agent" in the run file'
             )
-        _still_runs(own)
+        _same_attempt(caller.attempt, rollout_id, attempt_id)
+        _refuse_ended(caller.attempt)
+        return caller
+
+    def post_event(self, caller: Caller, event_type: str, size: int) -> None:
+        """Whether this event, of `size` bytes, may be posted; a token posts rewards and nothing else."""
+        own = caller.attempt
+        if own is None:
+            return
+        if event_type != "reward":
+            raise HTTPException(
+                403,
+                f"an attempt's token may post events of type reward only, not {event_type!r}: the gateway records the "
+                "calls itself",
+            )
+        if size > LARGEST_REWARD:
+            raise HTTPException(413, f"a reward of an attempt's token has at most {LARGEST_REWARD} bytes")
+        if self._store.event_count(own.rollout_id, own.attempt_id) >= MOST_REWARDS:
+            raise HTTPException(403, f"this attempt has posted {MOST_REWARDS} events; a token may post no more")
 
     def call_model(self, headers: Mapping[str, str], rollout_id: str, attempt_id: str, mode: str) -> Seat:
         """A model request on the path that names rollout, attempt and mode."""
@@ -111,8 +135,7 @@ class Access:
             raise HTTPException(404, f"no rollout {rollout_id}")
         if own is not None and mode != _mode_of(rollout):
             raise HTTPException(403, f"rollout {rollout_id} runs in mode {_mode_of(rollout)}, not {mode}")
-        attempt = own or self._store.attempt(rollout_id, attempt_id)
-        return _seat(rollout, attempt_id, attempt, cast(Mode, mode))
+        return self._seat(rollout, attempt_id, own, cast(Mode, mode))
 
     def call_own_model(self, headers: Mapping[str, str]) -> Seat:
         """A model request at plain /v1, where the token alone says whose it is."""
@@ -126,7 +149,24 @@ class Access:
         rollout = self._store.rollout(own.rollout_id)
         if rollout is None:
             raise HTTPException(404, f"no rollout {own.rollout_id}")
-        return _seat(rollout, own.attempt_id, own, _mode_of(rollout))
+        return self._seat(rollout, own.attempt_id, own, _mode_of(rollout))
+
+    def name_model(self, rollout: Rollout, name: object) -> None:
+        """The model that a request names in its body. Any name means the model of the rollout's role, as harnesses have
+        their own; the teacher's is refused where the rollout is not the teacher's."""
+        if rollout.config.engine != "teacher" and isinstance(name, str) and name in self._teachers:
+            raise HTTPException(403, f"model: {name!r} is the teacher, which this rollout may not ask")
+
+    def _seat(self, rollout: Rollout, attempt_id: str, own: Attempt | None, mode: Mode) -> Seat:
+        if own is not None:
+            _refuse_ended(own)
+        attempt = own or self._store.attempt(rollout.rollout_id, attempt_id)
+        ended = f"rollout {rollout.rollout_id} has {rollout.status.state.value}"
+        if attempt is not None and attempt.ended_at is not None:
+            raise HTTPException(409, _has_ended(attempt))
+        if rollout.status.state in TERMINAL:
+            raise HTTPException(409 if own is None else 403, ended)
+        return Seat(rollout, attempt_id, mode, recorded=attempt is not None, own=own is not None)
 
 
 def _mode_of(rollout: Rollout) -> Mode:
@@ -138,14 +178,11 @@ def _same_attempt(own: Attempt, rollout_id: str, attempt_id: str) -> None:
         raise HTTPException(403, "this token belongs to another attempt")
 
 
-def _still_runs(attempt: Attempt) -> None:
-    if attempt.ended_at is not None:
-        raise HTTPException(409, f"attempt {attempt.attempt_id} of rollout {attempt.rollout_id} has ended")
+def _refuse_ended(own: Attempt) -> None:
+    """403, not 409: clients ask again after a 409, and this never changes."""
+    if own.ended_at is not None:
+        raise HTTPException(403, f"{_has_ended(own)}, and its token with it")
 
 
-def _seat(rollout: Rollout, attempt_id: str, attempt: Attempt | None, mode: Mode) -> Seat:
-    if attempt is not None:
-        _still_runs(attempt)
-    if rollout.status.state in TERMINAL:
-        raise HTTPException(409, f"rollout {rollout.rollout_id} has {rollout.status.state.value}")
-    return Seat(rollout, attempt_id, mode, recorded=attempt is not None)
+def _has_ended(attempt: Attempt) -> str:
+    return f"attempt {attempt.attempt_id} of rollout {attempt.rollout_id} has ended"

@@ -17,12 +17,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longrein.gateway.access import Seat, hash_token, new_token
+from longrein.gateway.bounds import BadJson, Bounds, Held, read_json
+from longrein.gateway.delivery import disconnected
 from longrein.gateway.dialects import DialectError, messages
-from longrein.gateway.engines.openai import disconnected
 from longrein.gateway.events import events_of
+from longrein.gateway.openapi import document
+from longrein.gateway.operations import ATTEMPT_PREFIX, LONGEST_WAIT
 from longrein.records import (
     EndAttempt,
     Event,
@@ -46,11 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Longest `wait` of a long poll, in seconds.
-LONGEST_WAIT = 600.0
 #: Ids become names of files and folders: no separators, nothing that climbs.
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,199}")
-_ATTEMPT_PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt_id}/mode/{mode}"
 
 
 def create_app(gateway: Gateway) -> Starlette:
@@ -59,6 +58,7 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/", _alive),
         Route("/healthz", _alive),
         Route("/api/hello", _alive),  # what Claude Code asks first
+        Route("/openapi.json", _document),
         Route("/api/rollouts", _list_rollouts, methods=["GET"]),
         Route("/api/rollouts", _add_rollouts, methods=["POST"]),
         Route("/api/rollouts/terminal", _terminal),
@@ -78,9 +78,9 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/proxy/pause", _pause, methods=["POST"]),
         Route("/proxy/resume", _resume, methods=["POST"]),
         Route("/proxy/state", _gate_state),
-        *_openai_routes(_ATTEMPT_PREFIX + "/openai/v1", _seat_of_path),
+        *_openai_routes(ATTEMPT_PREFIX + "/openai/v1", _seat_of_path),
         *_openai_routes("/v1", _seat_of_token),
-        *_anthropic_routes(_ATTEMPT_PREFIX + "/anthropic", _seat_of_path),
+        *_anthropic_routes(ATTEMPT_PREFIX + "/anthropic", _seat_of_path),
         *_anthropic_routes("", _seat_of_token),
     ]
     handlers: dict[Any, Any] = {
@@ -93,8 +93,9 @@ def create_app(gateway: Gateway) -> Starlette:
             request, 500, f"the gateway failed: {type(error).__name__}; its log says where"
         ),
     }
-    limit = Middleware(_BodyLimit, largest=gateway.config.gateway.max_body_bytes)
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[limit])
+    options = gateway.config.gateway
+    bounds = Middleware(Bounds, largest=options.max_body_bytes, seconds=options.body_seconds, refuse=_error)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[bounds])
     app.state.gateway = gateway
     return app
 
@@ -104,6 +105,10 @@ def create_app(gateway: Gateway) -> Starlette:
 
 async def _alive(request: Request) -> Response:
     return _answer({"status": "ok"})
+
+
+async def _document(request: Request) -> Response:
+    return _answer(document())
 
 
 async def _add_rollouts(request: Request) -> Response:
@@ -188,6 +193,7 @@ async def _end_attempt(request: Request) -> Response:
     path = request.path_params
     ended = await gateway.store.end_attempt(path["rollout_id"], path["attempt_id"], end)
     gateway.calls.end_attempt(path["rollout_id"], path["attempt_id"])
+    gateway.budgets.forget(path["rollout_id"], path["attempt_id"])
     return _answer(ended)
 
 
@@ -234,18 +240,19 @@ def _asked_attempt(request: Request, query: dict[str, str]) -> str:
 
 
 async def _add_event(request: Request) -> Response:
-    gateway = _gateway(request)
-    gateway.access.caller(request.headers)  # 401 before anything is said of the body
+    gateway, path = _gateway(request), request.path_params
+    rollout_id, attempt_id = path["rollout_id"], path["attempt_id"]
+    caller = gateway.access.post_events(request.headers, rollout_id, attempt_id)
+    _checked_id("attempt", attempt_id)
     new = await _body(request, NewEvent)
-    rollout_id, attempt_id = (
-        request.path_params["rollout_id"],
-        _checked_id("attempt", request.path_params["attempt_id"]),
-    )
-    gateway.access.post_event(request.headers, rollout_id, attempt_id, new.event_type)
+    gateway.access.post_event(caller, new.event_type, len(await request.body()))
     if new.event_type == "reward":
         new.data["value"] = _reward(new.data.get("value"))
     event = Event(new.event_type, rollout_id, attempt_id, now(), new.data)
-    await gateway.store.add_event(event)
+    try:
+        await gateway.store.add_event(event, while_running=caller.attempt is not None)
+    except Conflict as error:
+        raise HTTPException(403, f"{error}, and its token with it") from None
     return _answer(event)
 
 
@@ -306,14 +313,32 @@ SeatOf = Callable[[Request], Seat]
 
 
 def _asks(dialect: str, seat_of: SeatOf) -> Callable[[Request], Awaitable[Response]]:
-    async def ask(request: Request) -> Response:
+    async def ask(request: Request, seat: Seat) -> Response:
         gateway = _gateway(request)
-        seat = seat_of(request)
         if not seat.recorded:
             await gateway.store.ensure_attempt(seat.rollout.rollout_id, seat.attempt_id)
         return await gateway.answer(request, dialect, seat.rollout, seat.attempt_id, seat.mode)
 
-    return ask
+    return _within_budget(seat_of, ask)
+
+
+def _within_budget(
+    seat_of: SeatOf, work: Callable[[Request, Seat], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """A model request: authorised, with its budget beside it, and counted from here to the last byte of its answer."""
+
+    async def answer(request: Request) -> Response:
+        seat = seat_of(request)
+        budget = _gateway(request).budgets.of(seat.rollout, seat.attempt_id, bound=seat.own)
+        request.state.budget = budget
+        leave = budget.enter()
+        try:
+            return Held(await work(request, seat), leave)
+        except BaseException:
+            leave()
+            raise
+
+    return answer
 
 
 def _openai_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
@@ -334,8 +359,7 @@ def _openai_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
 
 
 def _anthropic_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
-    async def count(request: Request) -> Response:
-        seat = seat_of(request)
+    async def count(request: Request, seat: Seat) -> Response:
         return _answer({"input_tokens": await _gateway(request).count(request, seat.rollout, seat.attempt_id)})
 
     async def alive(request: Request) -> Response:
@@ -343,7 +367,7 @@ def _anthropic_routes(prefix: str, seat_of: SeatOf) -> list[Route]:
 
     routes = [
         Route(f"{prefix}/v1/messages", _asks("messages", seat_of), methods=["POST"]),
-        Route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"]),
+        Route(f"{prefix}/v1/messages/count_tokens", _within_budget(seat_of, count), methods=["POST"]),
     ]
     if prefix:  # what clients ask before their first message
         routes += [Route(f"{prefix}{path}", alive, methods=["HEAD"]) for path in ("", "/", "/api/hello")]
@@ -395,14 +419,12 @@ def _checked_id(name: str, value: str) -> str:
 
 async def _body(request: Request, kind: type[T], *, empty: bytes = b"") -> T:
     """The request's JSON body as `kind`: 400 when it is not JSON, 422 when it is not of that form."""
-    content = await request.body() or empty
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.convert(read_json(await request.body() or empty), kind)
     except msgspec.ValidationError as error:
         raise HTTPException(422, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        words = str(error) if "(byte " in str(error) else f"{error} (byte {len(content)})"
-        raise HTTPException(400, f"the body is not valid JSON: {words}") from None
+    except BadJson as error:
+        raise HTTPException(422 if error.valid else 400, str(error)) from None
 
 
 def _query(request: Request, known: Collection[str]) -> dict[str, str]:
@@ -415,7 +437,7 @@ def _query(request: Request, known: Collection[str]) -> dict[str, str]:
 
 def _whole(query: dict[str, str], name: str, default: int, *, least: int) -> int:
     text = query.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not least <= int(text) < 2**31:
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or not least <= int(text) < 2**31:
         raise HTTPException(422, f"{name}: expected a whole number of at least {least}, got {text!r}")
     return int(text)
 
@@ -449,37 +471,6 @@ async def _poll(request: Request, wait: float, read: Callable[[], T], full: Call
     finally:
         if gone is not None:
             gone.cancel()
-
-
-class _BodyLimit:
-    """Refuses a request body of more than `largest` bytes with 413, before more than that is read."""
-
-    def __init__(self, app: ASGIApp, largest: int):
-        self._app, self._largest = app, largest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        read = 0
-
-        async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._largest:
-                raise self._too_large()
-            return message
-
-        async def refused() -> Message:
-            raise self._too_large()
-
-        too_long = length.isdigit() and int(length) > self._largest
-        await self._app(scope, refused if too_long else limited, send)
-
-    def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body is larger than gateway.max_body_bytes = {self._largest}")
 
 
 # --- Answering ------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from longrein.gateway import delivery
+from longrein.gateway.bounds import BadJson, lane, read_json
+from longrein.gateway.budget import budget_of
 from longrein.gateway.conversation import History, Plan, plan_prompt, plan_text, recall
 from longrein.gateway.delivery import KEEP_ALIVE_SECONDS
 from longrein.gateway.dialects import (
@@ -45,6 +48,7 @@ from longrein.gateway.dialects import (
 )
 from longrein.gateway.engines import Engine, EngineError
 from longrein.gateway.engines.scripted import ScriptedEngine
+from longrein.gateway.engines.simulated import SimulatedEngine
 from longrein.gateway.engines.teacher import remote_teacher
 from longrein.gateway.engines.tokens import TokensEngine
 from longrein.gateway.grammars import guide_of
@@ -55,7 +59,7 @@ from longrein.gateway.messages import Message
 from longrein.gateway.parsing import HermesParser, make_parser
 from longrein.gateway.recording import call_record
 from longrein.gateway.sampling import choice_of, sample
-from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError
+from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, tokens_beyond
 from longrein.records import Mode, Rollout, now
 from longrein.schema import StoreError
 from longrein.store import Conflict, NotFound
@@ -87,6 +91,16 @@ class Prompt:
     plan: Plan
     tail: str
     """The end of its text: a template may have opened the reasoning already."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request that can be answered: everything about it that could take long, or refuse it for what it says."""
+
+    request: Request
+    engine: Engine
+    prompts: Sequence[Prompt]
+    guide: str | None
 
 
 class TokenCalls:
@@ -125,6 +139,8 @@ class TokenCalls:
         if config.engine.kind == "scripted":
             script = load_function(config.engine.script, config.run.folder, "engine.script")
             return ScriptedEngine(script, self.model)
+        if config.engine.kind == "simulated":
+            return SimulatedEngine(config.engine.simulated, self.model)
 
         def endpoints():
             return [m for m in self.gateway.store.models() if m.model == config.model.name and m.protocol != "openai"]
@@ -159,21 +175,28 @@ class TokenCalls:
 
     async def count(self, http: HttpRequest, dialect: str, rollout: Rollout, attempt_id: str) -> int:
         """Tokens that a request's prompt would have; nothing is recorded. Raises `DialectError`."""
-        request = DIALECTS[dialect].parse(await _body(http))
-        return sum(prompt.plan.length for prompt in self._prompts(request, self._attempt(rollout, attempt_id)))
+        async with lane(http.headers, self.gateway.workers, budget_of(http).spending.large) as way:
+            body = await http.body()
+            request = await way.run(lambda: DIALECTS[dialect].parse(_object(body)))
+            attempt = self._attempt(rollout, attempt_id).as_it_stands()
+            prompts = await way.run(lambda: self._prompts(request, attempt))
+        return sum(prompt.plan.length for prompt in prompts)
 
     def end_attempt(self, rollout_id: str, attempt_id: str) -> None:
         """The attempt has ended: nobody comes back for what is still sampled."""
-        for key, attempt in list(self.attempts.items()):
-            if key[:2] != (rollout_id, attempt_id):
-                continue
+        for key in [key for key in self.attempts if key[1] == attempt_id and key[0] == rollout_id]:
+            attempt = self.attempts[key]
             attempt.ended = True
             for job in list(attempt.jobs):
                 if job.delivery.ended:
                     attempt.forget(job)
                 self._give_up(job)
-            if not attempt.jobs:
-                del self.attempts[key]
+            self._let_go(attempt)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Keep nothing of an attempt that has ended, once the last of its calls has."""
+        if attempt.ended and not (attempt.jobs or attempt.planning):
+            self.attempts.pop(attempt.key, None)
 
     async def close(self) -> None:
         """End what is being sampled; it is recorded as abandoned."""
@@ -185,41 +208,63 @@ class TokenCalls:
 
     async def _job(self, http: HttpRequest, dialect: Dialect, rollout: Rollout, attempt_id: str, mode: Mode) -> Job:
         """The job that answers a request: an earlier one that it is a retry of, or a new one."""
-        asked = dialect.parse(await _body(http))
-        attempt = self._attempt(rollout, attempt_id)
-        again = http.headers.get("x-stainless-retry-count", "0") != "0"
-        job = attempt.taken_over(asked, dialect, mode, asks_again=again)
+        async with lane(http.headers, self.gateway.workers, budget_of(http).spending.large) as way:
+            body = await http.body()
+            asked = await way.run(lambda: dialect.parse(_object(body)))
+            attempt = self._attempt(rollout, attempt_id)
+            again = http.headers.get("x-stainless-retry-count", "0") != "0"
+            job = await self._taken_over(attempt, asked, dialect, mode, asks_again=again)
+            if job is not None:
+                return job
+            calls = asked.n * len(asked.prompts or (None,))
+            self.gateway.gate.refuse(calls)
+            known = attempt.as_it_stands()
+            attempt.planning += 1  # kept in memory meanwhile
+            try:
+                planned = await way.run(
+                    lambda: self._plan(asked, dialect, rollout, known, mode), costly=asked.form is not None
+                )
+            finally:
+                attempt.planning -= 1
+        # While a thread planned, an equal request may have come first.
+        job = await self._taken_over(attempt, asked, dialect, mode, asks_again=again)
         if job is not None:
-            job.delivery.join()
-            if job.expiry is not None:
-                job.expiry.cancel()
-            if not job.counted:
-                job.counted = True
-                try:
-                    await self._settle(job)
-                except BaseException:
-                    job.delivery.leave()
-                    raise
             return job
-        await self.gateway.gate.refuse_if_closed()
-        job = self._admit(http.headers, asked, dialect, rollout, attempt, mode)
+        self.gateway.gate.refuse(calls)
+        job = self._admit(http, asked, planned, dialect, rollout, attempt, mode)
+        # Nothing has been waited for since the gate was asked: it has room for them.
+        job.passages = self.gateway.gate.admit((rollout.rollout_id, attempt_id), len(job.running))
         job.delivery.join()
         attempt.jobs.append(job)
         job.delivery.on_left = lambda: self._left(job)
         job.work = asyncio.create_task(self._run(job))
+        job.work.add_done_callback(lambda _: job.leave_gate())
+        job.work.add_done_callback(lambda _: job.grant.end(sum(len(call.sampled) for call in job.running)))
         return job
 
-    def _admit(
-        self,
-        headers: Mapping[str, str],
-        asked: Request,
-        dialect: Dialect,
-        rollout: Rollout,
-        attempt: Attempt,
-        mode: Mode,
-    ) -> Job:
-        """Everything that can refuse a request; nothing here waits."""
+    async def _taken_over(
+        self, attempt: Attempt, asked: Request, dialect: Dialect, mode: Mode, *, asks_again: bool
+    ) -> Job | None:
+        """The job that a request is a retry of, with its client counted in."""
+        job = attempt.taken_over(asked, dialect, mode, asks_again=asks_again)
+        if job is None:
+            return None
+        job.delivery.join()
+        if job.expiry is not None:
+            job.expiry.cancel()
+        if not job.counted:
+            job.counted = True
+            try:
+                await self._settle(job)
+            except BaseException:
+                job.delivery.leave()
+                raise
+        return job
+
+    def _plan(self, asked: Request, dialect: Dialect, rollout: Rollout, attempt: Attempt, mode: Mode) -> Planned:
+        """How a request is answered, or why not. Changes nothing: it may run beside the event loop."""
         config = self.gateway.config
+        self.gateway.access.name_model(rollout, asked.model)
         request = replace(asked, model=asked.model or config.model.name)
         if mode == "train":
             _refuse_other_policies(request)
@@ -229,12 +274,29 @@ class TokenCalls:
             request = responses.continued(request, before)
         _refuse_what_is_lacking(request, engine)
         prompts = self._prompts(request, attempt)
-        guide = guide_of(request, self.model, prompts[0].tail, self._without_guides(engine))
-        running: list[Running] = []
         for prompt in prompts:
+            self._room(request, prompt.plan.length)
+        guide = guide_of(request, self.model, prompts[0].tail, self._without_guides(engine))
+        return Planned(request, engine, prompts, guide)
+
+    def _admit(
+        self,
+        http: HttpRequest,
+        asked: Request,
+        planned: Planned,
+        dialect: Dialect,
+        rollout: Rollout,
+        attempt: Attempt,
+        mode: Mode,
+    ) -> Job:
+        """Take what the attempt's budget allows, and number the calls; nothing here waits."""
+        config, request = self.gateway.config, planned.request
+        wanted = [self._room(request, prompt.plan.length) for prompt in planned.prompts for _ in range(request.n)]
+        grant = budget_of(http).take(wanted)
+        running: list[Running] = []
+        for prompt in planned.prompts:
             plan = prompt.plan
-            max_tokens = self._room(request, plan.length)
-            kind = kind_of(headers, request, prompt.messages, plan.parent, attempt.history)
+            kind = kind_of(http.headers, request, prompt.messages, plan.parent, attempt.history)
             prefix = plan.prefix.branch()[: plan.prefix_length] if plan.prefix is not None else []
             for _ in range(request.n):
                 recorded = attempt.history.admit(plan, prompt.messages, request.tools, kind)
@@ -243,12 +305,12 @@ class TokenCalls:
                         recorded=recorded,
                         messages=prompt.messages,
                         plan=plan,
-                        prompt_ids=[*prefix, *plan.new_ids],
+                        prompt_ids=prefix + plan.new_ids,
                         prompt_tail=prompt.tail,
                         kind=kind,
                         index=len(running),
                         seed=_seed(config.run.seed, rollout.rollout_id, attempt.attempt_id, recorded.number),
-                        max_tokens=max_tokens,
+                        max_tokens=grant.max_tokens[len(running)],
                         started_at=now(),
                     )
                 )
@@ -259,10 +321,11 @@ class TokenCalls:
             rollout=rollout,
             attempt=attempt,
             mode=mode,
-            engine=engine,
+            engine=planned.engine,
             running=running,
+            grant=grant,
             temperature=config.gateway.train_temperature if mode == "train" else config.gateway.val_temperature,
-            guide=guide,
+            guide=planned.guide,
             id=dialect.id_prefix + _answer_id(rollout, attempt.attempt_id, running[0].recorded.number),
             created=int(now()),
         )
@@ -290,12 +353,13 @@ class TokenCalls:
             started = [
                 a.started_at for a in self.gateway.store.attempts(rollout.rollout_id) if a.attempt_id == attempt_id
             ]
-            attempt = Attempt(attempt_id, History(), started[0] if started else now())
+            attempt = Attempt(key, attempt_id, History(), started[0] if started else now())
             recall(attempt.history, self.model, self.gateway.store.calls(rollout.rollout_id, attempt_id))
             self.attempts[key] = attempt
-            idle = [old for old, other in self.attempts.items() if not other.jobs and old != key]
-            for old in idle[: len(self.attempts) - ATTEMPTS_IN_MEMORY]:
-                del self.attempts[old]
+            if len(self.attempts) > ATTEMPTS_IN_MEMORY:
+                idle = (k for k, other in self.attempts.items() if not (other.jobs or other.planning or k == key))
+                for old in list(itertools.islice(idle, len(self.attempts) - ATTEMPTS_IN_MEMORY)):
+                    del self.attempts[old]
         self.attempts.move_to_end(key)
         return attempt
 
@@ -305,14 +369,19 @@ class TokenCalls:
             size = self.model.tokenizer.get_vocab_size()
             if any(max(prompt) >= size for prompt in request.prompts if not isinstance(prompt, str)):
                 raise DialectError(400, f"prompt: expected token ids from 0 to {size - 1}", param="prompt")
+            for prompt in request.prompts:
+                if isinstance(prompt, str):
+                    self._refuse_hopeless(prompt, "prompt")
             planned = [plan_text(prompt, attempt.history, self.model) for prompt in request.prompts]
             return [Prompt(messages, plan, "") for messages, plan in planned]
         tools = list(request.tools)
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> Rendered:
-            return self.model.render(
+            rendered = self.model.render(
                 [m.for_template() for m in messages], tools, generation_prompt=generation_prompt, clock=attempt.clock
             )
+            self._refuse_hopeless(rendered.text, "messages")
+            return rendered
 
         try:
             plan = plan_prompt(
@@ -325,6 +394,13 @@ class TokenCalls:
         except ControlTextError as error:
             raise DialectError(400, f"messages: {error}", param="messages") from None
         return [Prompt(request.messages, plan, plan.new_text[-64:] or self.model.generation_prompt)]
+
+    def _refuse_hopeless(self, text: str, param: str) -> None:
+        """Refuse a text that is many times too long before all of it is encoded."""
+        context = self.model.context
+        beyond = tokens_beyond(self.model.tokenizer, text, context) if context is not None else None
+        if context is not None and beyond is not None:
+            raise PromptTooLong(beyond, context, param)
 
     def _room(self, request: Request, prompt_length: int) -> int:
         """How many tokens the reply may have."""
@@ -364,17 +440,17 @@ class TokenCalls:
 
     async def _sample_all(self, job: Job, writer: Writer | None) -> None:
         async def one(call: Running) -> None:
-            for event in writer.opening(call.index) if writer is not None else ():
-                job.delivery.write(event)
-            async for delta in sample(self.model, self.parser, job, call):
-                for event in writer.delta(call.index, delta) if writer is not None else ():
+            async with job.passages[call.index]:
+                for event in writer.opening(call.index) if writer is not None else ():
                     job.delivery.write(event)
+                async for delta in sample(self.model, self.parser, job, call):
+                    for event in writer.delta(call.index, delta) if writer is not None else ():
+                        job.delivery.write(event)
 
-        async with self.gateway.gate.enter():
-            if len(job.running) == 1:
-                await one(job.running[0])
-                return
-            results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
+        if len(job.running) == 1:
+            await one(job.running[0])
+            return
+        results = await asyncio.gather(*(one(call) for call in job.running), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -421,6 +497,7 @@ class TokenCalls:
     async def _record_end(self, job: Job, status: str, error: Json, http_status: int) -> None:
         """Record a job that has no answer, as far as the store lets us."""
         job.attempt.forget(job)
+        self._let_go(job.attempt)
         try:
             if not job.recorded:
                 await self._record(job, status, error, http_status)
@@ -433,7 +510,7 @@ class TokenCalls:
         await self.gateway.store.add_calls(records)
         job.recorded = True
         for call in job.running:
-            message = choice_of(call).message if status == "ok" else None
+            message = job.choices[call.index].message if status == "ok" else None
             job.attempt.history.add(call.recorded, self.model, call.sampled, message)
 
     # Clients that go and come back
@@ -444,6 +521,7 @@ class TokenCalls:
             return
         if job.delivery.given:
             job.attempt.forget(job)
+            self._let_go(job.attempt)
             return
         if job.delivery.ended:
             job.attempt.keep(job)
@@ -497,12 +575,11 @@ class TokenCalls:
 # Pieces
 
 
-async def _body(http: HttpRequest) -> Json:
-    data = await http.body()
+def _object(content: bytes) -> Json:
     try:
-        body = msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
-        raise DialectError(400, f"the body is not valid JSON: {error}") from None
+        body = read_json(content)
+    except BadJson as error:
+        raise DialectError(400, str(error)) from None
     if not isinstance(body, dict):
         raise DialectError(400, "the body has to be a JSON object")
     return body

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longrein.gateway.messages import Message, same
-from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, TextModel
+from longrein.gateway.tokens import ControlTextError, Rendered, TemplateError, TextModel, ids_of
 from longrein.records import Call, CallKind, ForkCause
 
 Json = dict[str, Any]
@@ -85,12 +85,15 @@ class Recorded:
         parts: list[list[int]] = []
         call, needed = self, self.branch_length
         while needed > 0:
-            parts.append([*call.prompt_ids, *call.sampled_ids][: max(0, needed - call.prefix_length)])
+            parts.append((call.prompt_ids + call.sampled_ids)[: max(0, needed - call.prefix_length)])
             needed = min(needed, call.prefix_length)
             if call.prefix is None:
                 break
             call = call.prefix
-        return [id for part in reversed(parts) for id in part]
+        ids: list[int] = []
+        for part in reversed(parts):
+            ids += part
+        return ids
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,7 @@ def plan_text(prompt: str | Sequence[int], history: History, model: TextModel) -
         parents = [c for c in history.calls if c.sampled_ids and ids[: len(branch := c.branch())] == branch]
     parent = max(parents, key=lambda c: c.branch_length, default=None)
     if parent is None:
-        ids = model.tokenizer.encode(text).ids if isinstance(prompt, str) else list(prompt)
+        ids = ids_of(model.tokenizer, text, special=True) if isinstance(prompt, str) else list(prompt)
         plan = Plan(None, 0, 0, ids, text, None, 0, "new" if history.calls else None)
         return [Message("prompt", text)], plan
     kept = parent.branch_length

@@ -41,7 +41,8 @@ class Delivery:
     """Whether a client was given the whole."""
     listeners: int = 0
     wrote_at: float = field(default_factory=time.monotonic)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: set[Listener] = field(default_factory=set)
+    """By whom: those that are told when there is more."""
 
     def write(self, *pieces: bytes) -> None:
         """Add to the answer."""
@@ -55,8 +56,8 @@ class Delivery:
         self._tell()
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        for listener in self.heard:
+            listener.wake()
 
     def join(self) -> None:
         """Count a client, from the moment that its request is known. The response counts it out."""
@@ -68,15 +69,34 @@ class Delivery:
         if not self.listeners:
             self.on_left()
 
-    async def news(self, gone: asyncio.Future[None], timeout: float | None = None) -> None:
-        """Until there is more, or no more to come, or the client has gone, or time is up."""
-        if self.ended or gone.done():
+
+class Listener:
+    """One client's wait for what is written. `close` ends it."""
+
+    def __init__(self, delivery: Delivery, receive: Receive):
+        self._delivery = delivery
+        self._news = asyncio.Event()
+        self.wake = self._news.set
+        self.gone = asyncio.ensure_future(disconnected(receive))
+        """Done when the client has gone."""
+        self.gone.add_done_callback(lambda _: self.wake())
+        delivery.heard.add(self)
+
+    async def news(self, timeout: float | None = None) -> None:
+        """Until there is something new since the last time, or no more to come, or the client has gone, or time is up."""
+        if self._delivery.ended or self.gone.done():
             return
-        told = asyncio.ensure_future(self._news.wait())
+        timer = asyncio.get_running_loop().call_later(timeout, self.wake) if timeout is not None else None
         try:
-            await asyncio.wait({told, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await self._news.wait()
         finally:
-            told.cancel()
+            if timer is not None:
+                timer.cancel()
+        self._news.clear()
+
+    def close(self) -> None:
+        self._delivery.heard.discard(self)
+        self.gone.cancel()
 
 
 def streamed(delivery: Delivery) -> Response:
@@ -90,17 +110,17 @@ async def plain(http: HttpRequest, delivery: Delivery) -> Response:
     Raises the `DialectError` that stands for the answer.
     """
     late = time.monotonic() + PATIENCE_SECONDS
-    gone = asyncio.ensure_future(disconnected(http.receive))
+    listener = Listener(delivery, http.receive)
     try:
-        while not delivery.ended and not gone.done() and (left := late - time.monotonic()) > 0:
-            await delivery.news(gone, left)
+        while not delivery.ended and not listener.gone.done() and (left := late - time.monotonic()) > 0:
+            await listener.news(left)
         if delivery.error is not None:
             raise delivery.error
     except BaseException:
         delivery.leave()
         raise
     finally:
-        gone.cancel()
+        listener.close()
     return _Whole(delivery) if delivery.ended else _Slow(delivery)
 
 
@@ -114,10 +134,10 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery, sent = self._delivery, 0
-        gone = asyncio.ensure_future(disconnected(receive))
+        listener = Listener(delivery, receive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while not gone.done():
+            while not listener.gone.done():
                 pieces, ended = delivery.written[sent:], delivery.ended
                 if pieces:
                     await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": True})
@@ -128,9 +148,9 @@ class _Stream(Response):
                     await send({"type": "http.response.body", "body": b""})
                     return
                 if sent == len(delivery.written):
-                    await delivery.news(gone)
+                    await listener.news()
         finally:
-            gone.cancel()
+            listener.close()
             delivery.leave()
 
 
@@ -162,17 +182,17 @@ class _Slow(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = self._delivery
-        gone = asyncio.ensure_future(disconnected(receive))
+        listener = Listener(delivery, receive)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while not delivery.ended and not gone.done():
+            while not delivery.ended and not listener.gone.done():
                 await send({"type": "http.response.body", "body": b" ", "more_body": True})
-                await delivery.news(gone, KEEP_ALIVE_SECONDS)
-            if delivery.ended and delivery.error is None and not gone.done():
+                await listener.news(KEEP_ALIVE_SECONDS)
+            if delivery.ended and delivery.error is None and not listener.gone.done():
                 await send({"type": "http.response.body", "body": b"".join(delivery.written)})
                 delivery.given = True
         finally:
-            gone.cancel()
+            listener.close()
             delivery.leave()
 
 

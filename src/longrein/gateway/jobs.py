@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from longrein.gateway.budget import Grant
 from longrein.gateway.conversation import History, Plan, Recorded
 from longrein.gateway.delivery import Delivery
 from longrein.gateway.dialects import Choice, Dialect, Request
 from longrein.gateway.engines import Engine
+from longrein.gateway.gate import Passage
 from longrein.gateway.logprobs import Token
 from longrein.gateway.messages import Message
 from longrein.gateway.parsing import Delta
@@ -68,12 +70,15 @@ class Job:
     mode: Mode
     engine: Engine
     running: list[Running]
+    grant: Grant
     temperature: float
     guide: str | None
     """The grammar that its replies follow."""
     id: str
     created: int
     delivery: Delivery = field(default_factory=Delivery)
+    passages: list[Passage] = field(default_factory=list)
+    """Through the gate, one for each call."""
     choices: list[Choice] = field(default_factory=list)
     """Of a finished job."""
     recorded: bool = False
@@ -97,11 +102,18 @@ class Job:
         """Prompt tokens that were sent before in this attempt."""
         return sum(call.plan.prefix_length for call in self.running[:: self.request.n])
 
+    def leave_gate(self) -> None:
+        """Nothing of it waits any more: it has ended."""
+        for passage in self.passages:
+            passage.leave()
+
 
 @dataclass(eq=False)
 class Attempt:
     """What the gateway keeps in memory of an attempt that calls."""
 
+    key: tuple[str, str, float]
+    """Its rollout's id, its own, and when the rollout was created."""
     attempt_id: str
     history: History
     clock: float
@@ -109,6 +121,12 @@ class Attempt:
     jobs: list[Job] = field(default_factory=list)
     """Unfinished ones, and finished ones that nobody was given."""
     ended: bool = False
+    planning: int = 0
+    """Requests that are being read and planned."""
+
+    def as_it_stands(self) -> Attempt:
+        """The attempt with the history that it has now, for work beside the event loop: calls are only ever added."""
+        return replace(self, history=History(list(self.history.calls), self.history.admitted))
 
     def taken_over(self, asked: Request, dialect: Dialect, mode: Mode, *, asks_again: bool) -> Job | None:
         """The job that a request is a retry of."""
@@ -129,6 +147,10 @@ class Attempt:
     def forget(self, job: Job) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
+        job.delivery.on_left = _nobody_cares  # without the circle that it was part of, its memory is free at once
+
+
+def _nobody_cares() -> None: ...
 
 
 def _alive(job: Job) -> bool:

@@ -411,6 +411,8 @@ class StopStrings:
 
     def push(self, text: str, final: bool = False) -> str:
         """Text that may be given on. After a match `stopped` names it and nothing more comes."""
+        if not self.stops:
+            return text
         if self.stopped is not None:
             return ""
         self._held += text

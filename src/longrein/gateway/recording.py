@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from longrein.gateway.jobs import Job, Running
-from longrein.gateway.sampling import choice_of
 from longrein.records import Call, Json, now
 
 
 def call_record(model: str, job: Job, call: Running, status: str, error: Json | None, http_status: int) -> Call:
     """One call of a job as the store keeps it; a job that has its choices is finished."""
-    choice, done = choice_of(call), bool(job.choices)
+    choice = job.choices[call.index] if job.choices else None
     recorded = call.recorded
     parent_tools = recorded.parent.tools if recorded.parent is not None else []
     return Call(
@@ -33,10 +32,10 @@ def call_record(model: str, job: Job, call: Running, status: str, error: Json | 
         messages_keep=recorded.messages_keep,
         messages=[m.to_json() for m in recorded.messages],
         tools=None if list(parent_tools) == list(recorded.tools) else list(recorded.tools),
-        reply=choice.message.to_json() if done else {},
+        reply=choice.message.to_json() if choice is not None else {},
         sampling=_sampling_record(job, call),
         status=status,  # type: ignore[arg-type]
-        finish_reason=choice.finish_reason if done else None,
+        finish_reason=choice.finish_reason if choice is not None else None,
         http_status=http_status,
         error=error,
         started_at=call.started_at,

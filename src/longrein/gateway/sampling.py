@@ -99,7 +99,7 @@ def choice_of(call: Running) -> Choice:
         call.sampled,
         call.logprobs,
         call.tokens,
-        [token for delta in call.deltas if delta.content for token in tokens_within(delta.tokens, delta.content)],
+        [token for d in call.deltas if d.content and d.tokens for token in tokens_within(d.tokens, d.content)],
         call.stopped,
     )
 

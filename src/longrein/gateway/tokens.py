@@ -200,19 +200,20 @@ class TextModel:
 
     def _encode_behind_anchor(self, text: str) -> list[int]:
         if self._anchor is None:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            return ids_of(self.tokenizer, text)
         anchor, anchor_id = self._anchor
-        ids = self.tokenizer.encode(anchor + text, add_special_tokens=False).ids
+        ids = ids_of(self.tokenizer, anchor + text)
         assert ids[0] == anchor_id, "a control token encodes to its own id"
         return ids[1:]
 
     def _encode_plain(self, text: str) -> list[int]:
         if self._plain is None:  # a second tokenizer takes memory; most runs never need it
-            self._plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+            plain = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
             spelled = [tokenizers.AddedToken(text, special=True, normalized=False) for text in self.control]
-            self._plain.add_special_tokens(spelled)
-            self._plain.encode_special_tokens = True
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+            plain.add_special_tokens(spelled)
+            plain.encode_special_tokens = True
+            self._plain = plain  # whole: other threads encode too
+        ids = ids_of(self._plain, text)
         if (self.exact and self.decode(ids) != text) or not self.control_ids.isdisjoint(ids):
             raise ControlTextError(
                 "message content spells a control token and this tokenizer cannot encode it as ordinary text; "
@@ -290,6 +291,40 @@ class Detokenizer:
         piece = text[self._emitted :]
         self._emitted = len(text)
         return piece
+
+
+#: Characters from which a text is encoded without Python's lock, so that other threads go on.
+_LONG = 64 * 1024
+
+
+def ids_of(tokenizer: tokenizers.Tokenizer, text: str, *, special: bool = False) -> list[int]:
+    """The ids of a text, with what a tokenizer adds at its ends (`special`) or without.
+
+    A single `encode` keeps the lock, one of a batch does not.
+    """
+    if len(text) < _LONG:
+        return tokenizer.encode(text, add_special_tokens=special).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+
+def tokens_beyond(tokenizer: tokenizers.Tokenizer, text: str, context: int) -> int | None:
+    """How many tokens the first part of a text has, where that shows that it cannot fit into `context`; None otherwise.
+
+    Only texts of far more characters than any that fit are looked at, piece by piece and no further than it takes: a
+    piece encoded alone may differ from its place in the whole, but never by the factor two that is asked for.
+    """
+    if len(text) <= _CHARACTERS_A_TOKEN * context:
+        return None
+    tokens = 0
+    for start in range(0, len(text), _LONG):
+        tokens += len(ids_of(tokenizer, text[start : start + _LONG]))
+        if tokens > 2 * context:
+            return tokens
+    return None
+
+
+#: No text that an agent writes has so many on average.
+_CHARACTERS_A_TOKEN = 16
 
 
 # Control spellings in content

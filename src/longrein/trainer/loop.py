@@ -103,9 +103,17 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         raise ConfigError(str(error)) from error
     learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
     if config.engine.kind == "vllm":
-        engine = VllmServers(policy, config.engine.urls, config.run.path / "weights", computer)
+        engine = VllmServers(
+            policy, config.engine.urls, config.run.path / "weights", computer, in_flight=config.gate.in_flight
+        )
     else:
-        engine = EngineServer(policy, config.engine, sample_dtype=config.model.sample_dtype, computer=computer)
+        engine = EngineServer(
+            policy,
+            config.engine,
+            sample_dtype=config.model.sample_dtype,
+            recompute=config.gate.kv_after_update == "recompute",
+            computer=computer,
+        )
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:
         checkpoint.restore(resume, student)

@@ -1,7 +1,7 @@
 """vLLM servers that sample for a policy that is trained here: they are given its weights after each update.
 
 The weights are written to a folder that the servers can read and loaded by their reload call, while the gate holds new
-calls. Requests in hand stand still meanwhile and go on with the new weights.
+calls. Requests in hand stand still meanwhile and go on with the new weights, or are finished before (`in_flight`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,17 @@ class VllmServers:
 
     protocol: Literal["vllm"] = "vllm"
 
-    def __init__(self, policy: Policy, urls: Sequence[str], folder: Path, computer: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        urls: Sequence[str],
+        folder: Path,
+        computer: ThreadPoolExecutor,
+        *,
+        in_flight: Literal["freeze", "drain"] = "freeze",
+    ) -> None:
         self.policy = policy
+        self._pause_mode = {"freeze": "keep", "drain": "wait"}[in_flight]
         self.urls = list(urls)
         self.folder = folder
         self._computer = computer
@@ -104,7 +113,7 @@ class VllmServers:
     async def _load(self, url: str, weights: Path, version: int) -> str | None:
         """Stop one server and load `weights` into it; why not, if that failed."""
         try:
-            await self._post(url, "/pause?mode=keep")
+            await self._post(url, f"/pause?mode={self._pause_mode}")
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
             await self._post(url, "/collective_rpc", call)
             # Requests in hand compute their keys and values anew.

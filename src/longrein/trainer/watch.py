@@ -38,6 +38,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             further.setdefault(name, []).append(value)
+    for name in [name for name in further if name.startswith("audit/")]:  # shares: who has no flag does not name it
+        values[name] = sum(further.pop(name)) / len(rollouts)
     return values | {f"grader/{name}": float(np.mean(numbers)) for name, numbers in further.items()}
 
 

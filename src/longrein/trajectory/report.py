@@ -44,6 +44,8 @@ class Report:
     """(kind, message with its numbers left out) → rollouts."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase, in order of first appearance."""
+    flags: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """(audit rule, its severity, what followed) → attempts."""
 
 
 def build_report(
@@ -229,6 +231,7 @@ def _tables(report: Report) -> list[_Table]:
         ]
     forks = [(cause, f"{count:,}", _share(count, report.shaped_calls)) for cause, count in report.forks.most_common()]
     failures = [(kind, text, f"{count:,}") for (kind, text), count in report.failures.most_common()]
+    flags = [(*names, f"{count:,}") for names, count in report.flags.most_common()]
     total = sum(report.seconds.values())
     times = [
         (phase, f"{seconds:.1f} s", _share(seconds, total))
@@ -239,6 +242,7 @@ def _tables(report: Report) -> list[_Table]:
         _Table("Rollouts and calls", ("", "value"), shape_rows),
         _Table("Forks by cause", ("cause", "calls", "share of calls"), forks),
         _Table("Failures by kind", ("rollout", "message", "rollouts"), failures),
+        _Table("Audit: flags by rule", ("rule", "severity", "action", "attempts"), flags),
         _Table("Time by phase", ("phase", "time", "share"), times),
     ]
     return [table for table in tables if table.rows]
@@ -259,7 +263,17 @@ def render_tables(report: Report) -> Group:
     for table in _tables(report):
         one = Table(title=table.title, title_justify="left")
         for name in table.columns:
-            words = name in ("tokens", "", "cause", "phase", "why", "message") or table.title.startswith("Failures")
+            words = name in (
+                "tokens",
+                "",
+                "cause",
+                "phase",
+                "why",
+                "message",
+                "rule",
+                "severity",
+                "action",
+            ) or table.title.startswith("Failures")
             one.add_column(name, justify="left" if words and name != "rollouts" else "right")
         for row in table.rows:
             one.add_row(*(cell.replace("[", "\\[") for cell in row))

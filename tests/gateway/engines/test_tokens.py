@@ -19,7 +19,7 @@ from longrein.gateway.engines.tokens import TokensEngine, rest_seed
 from longrein.records import ModelEndpoint
 
 from ..running import KEY, running_gateway
-from .fake_server import Asked, FakeServer, Refusal, Stream, collect, fake_server, request, whole
+from .fake_server import FakeServer, Refusal, Stream, collect, fake_server, request, whole
 
 GENERATE = "/inference/v1/generate"
 
@@ -234,30 +234,6 @@ async def test_being_cancelled_hangs_up_on_the_engine(http: httpx.AsyncClient) -
             await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.wait_for(server.hung_up.wait(), 10)
-
-
-async def test_the_limit_of_calls_at_once_is_the_configured_one(http: httpx.AsyncClient) -> None:
-    let_go = asyncio.Event()
-
-    async def answer(asked: Asked) -> Any:
-        await let_go.wait()
-        return Stream([event(2, finish="stop")])
-
-    async def most(limit: int, wanted: int) -> int:
-        let_go.clear()
-        async with fake_engine(None) as server:
-            server.routes[GENERATE] = answer
-            engine = over(http, server)
-            engine.limit(limit)
-            asking = [asyncio.ensure_future(collect(engine, request())) for _ in range(12)]
-            while len(server.bodies(GENERATE)) < wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            let_go.set()
-            await asyncio.gather(*asking)
-            return server.most_open
-
-    assert await most(3, wanted=3) <= 4  # and a health check
-    assert await most(0, wanted=12) >= 12
 
 
 async def test_an_engine_that_is_not_there_is_named(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:

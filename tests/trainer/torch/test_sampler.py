@@ -352,3 +352,44 @@ def test_a_few_prompt_tokens_wait_a_few_steps_for_others_where_many_run(model_fo
     assert 1 < waited <= PATIENCE + 1
     run(sampler)
     assert all(one.finish_reason == "length" for one in (*many, late))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral_sliding", "one by one"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_running_sequences_go_on_with_new_weights_over_new_keys_and_values_or_old_ones(
+    model_folder: Any, kind: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "one by one":
+        monkeypatch.setattr("longrein.trainer.torch.compute.rows_shape", lambda model: None)
+    policy = load(model_folder, "llama" if kind == "one by one" else kind)
+    sampler = Sampler(policy.model, max_batch=16, cache_tokens=4096)
+    assert isinstance(sampler.engine, SingleEngine if kind == "one by one" else RowsEngine)
+    asked = [Sample(prompt, Sampling(14, seed=i)) for i, prompt in enumerate(prompts())]
+    for one in asked[:6]:
+        sampler.add(one)
+    while min(len(one.sampled) for one in asked[:6]) < 4:
+        sampler.step()
+    for one in asked[6:]:
+        sampler.add(one)
+    sampler.step()  # these two have only begun
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.2)
+    before = [len(one.sampled) for one in asked]
+    sampler.changed(1, recompute=recompute)
+    run(sampler)
+    gaps = []
+    for one, old in zip(asked, before, strict=True):
+        assert one.versions == [0] * old + [1] * (14 - old)
+        ids = torch.from_numpy(one.all_ids()[None].astype(np.int64))
+        with torch.inference_mode():
+            logits = policy.model(ids).logits[0, len(one.ids) - 1 : -1].float()
+        fresh = logits.log_softmax(-1).gather(1, torch.tensor(one.sampled)[:, None])[old:, 0]
+        gaps.append(float((fresh - torch.tensor(one.logprobs[old:])).abs().max()))
+    assert (max(gaps) < 1e-3) == recompute
+    later = Sample(np.concatenate([asked[0].all_ids(), [5, 6]]).astype(np.int32), Sampling(1))
+    reused = sampler.stats.reused_tokens
+    sampler.add(later)
+    run(sampler)
+    # What was computed anew serves later calls; what was not serves none.
+    assert (sampler.stats.reused_tokens - reused >= len(asked[0].ids)) == (recompute and kind != "one by one")

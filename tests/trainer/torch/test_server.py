@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from longrein import config
+from longrein.trainer.loop import make_student
 from longrein.trainer.torch.policy import Policy
 from longrein.trainer.torch.sampler import Sample, Sampler, Sampling
 from longrein.trainer.torch.server import EngineServer
@@ -310,3 +311,49 @@ async def test_stopping_ends_requests_and_the_thread(policy: Policy) -> None:
     assert "stopping" in response.text
     with pytest.raises(RuntimeError):
         server._computer.submit(print)
+
+
+@pytest.mark.parametrize("option", ["auto", "recompute"])
+async def test_the_run_file_says_whether_frozen_replies_are_computed_anew(model_folder: Any, option: str) -> None:
+    """Under weights that have changed in every layer, tokens have the probabilities of a fresh pass, or have not."""
+    sections = {
+        "model": {"path": str(model_folder("llama")), "device": "cpu"},
+        "engine": {"max_batch": 8, "threads": 1},
+        "gate": {"kv_after_update": option},
+    }
+    student = await make_student(config.Config.model_validate(sections), None)
+    server, policy = student.engine, student.policy
+    assert isinstance(server, EngineServer)
+    pace = Pace(server)
+    try:
+        prompt = list(range(5, 25))
+        asked = body(prompt, max_tokens=12, stream=True)
+        async with (
+            httpx.AsyncClient(base_url=await server.start(), timeout=60) as http,
+            http.stream("POST", "/inference/v1/generate", json=asked) as response,
+        ):
+            pieces = chunks(response)
+            pace.allow(4)
+            got = [await anext(pieces)]
+            holding = asyncio.create_task(server.hold())
+            pace.allow(2)
+            await holding
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.2)
+            before = decoded(server)
+            await server.refresh(1)
+            server.release()
+            pace.go()
+            got += [piece async for piece in pieces]
+    finally:
+        pace.go()
+        await server.stop()
+    ids = [id for piece in got if piece for id in piece["token_ids"]]
+    logprobs = [p for piece in got if piece for p in piece["logprobs"]]
+    versions = [version for piece in got if piece for version, count in piece["versions"] for _ in range(count)]
+    assert versions == [0] * before + [1] * (12 - before)
+    with torch.inference_mode():
+        logits = policy.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    fresh = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[before:, 0].tolist()
+    assert (logprobs[before:] == pytest.approx(fresh, abs=1e-3)) == (option == "recompute")

@@ -229,11 +229,35 @@ def take_number(body: Json, name: str, low: float, high: float) -> float | None:
     return value
 
 
+#: Replies that one prompt may ask for, and a whole request; OpenAI takes 128 of a prompt.
+MOST_CHOICES, MOST_REPLIES = 128, 1024
+#: Every stop string is looked for at every token.
+MOST_STOPS, LONGEST_STOP = 32, 256
+
+
+def take_n(body: Json, prompts: int = 1) -> int:
+    """How many replies each prompt gets."""
+    n = take_positive(body, "n") or 1
+    most = min(MOST_CHOICES, MOST_REPLIES // prompts)
+    if n > most:
+        raise DialectError(400, f"n: expected at most {most} for a request of {prompts} prompts, got {n}", param="n")
+    return n
+
+
 def take_stop(body: Json) -> tuple[str, ...]:
     value = body.get("stop")
     stops = [value] if isinstance(value, str) else ([] if value is None else value)
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
         raise DialectError(400, "stop: expected a string or a list of strings, none of them empty", param="stop")
+    return bounded_stops(stops, "stop")
+
+
+def bounded_stops(stops: Sequence[str], name: str) -> tuple[str, ...]:
+    """Stop strings, if they are few and short enough."""
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise DialectError(
+            400, f"{name}: expected at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters", param=name
+        )
     return tuple(stops)
 
 
@@ -335,13 +359,15 @@ def token_json(token: Token) -> Json:
 
 
 _left_out: set[str] = set()
+#: Kinds that are reported; a client could think up more without end.
+_MOST_LEFT_OUT = 64
 
 
 def leave_out(kind: str) -> None:
     """Report once that tools of a kind are left out: the API's own servers would run them, and there are none here."""
-    if kind not in _left_out:
+    if kind not in _left_out and len(_left_out) < _MOST_LEFT_OUT:
         _left_out.add(kind)
-        log.warning("tools of type %r are left out: the API's own servers would run them", kind)
+        log.warning("tools of type %.64r are left out: the API's own servers would run them", kind)
 
 
 def refuse_unknown(

@@ -22,6 +22,7 @@ from longrein.gateway.dialects import (
     take,
     take_format,
     take_include_usage,
+    take_n,
     take_number,
     take_positive,
     take_stop,
@@ -90,7 +91,7 @@ def parse(body: Json) -> Request:
             top_k=max(0, take(body, "top_k", int, "an integer", 0)),
             stop=take_stop(body),
         ),
-        n=take_positive(body, "n") or 1,
+        n=take_n(body),
         stream=take(body, "stream", bool, "a boolean", False),
         include_usage=take_include_usage(body),
         form=form_of(

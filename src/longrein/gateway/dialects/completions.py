@@ -9,6 +9,7 @@ from typing import Any
 
 from longrein.gateway.dialects import (
     DONE,
+    MOST_REPLIES,
     Answer,
     Choice,
     DialectError,
@@ -20,6 +21,7 @@ from longrein.gateway.dialects import (
     refuse_unknown,
     take,
     take_include_usage,
+    take_n,
     take_number,
     take_positive,
     take_stop,
@@ -53,17 +55,18 @@ def parse(body: Json) -> Request:
     refuse_unknown(body, HONOURED, IGNORED, NEUTRAL)
     take_number(body, "temperature", 0, 2)
     wanted = take_top_logprobs(body, "logprobs")
+    prompts = _prompts(body.get("prompt"))
     return Request(
         model=take(body, "model", str, "a string", ""),
         messages=(),
-        prompts=_prompts(body.get("prompt")),
+        prompts=prompts,
         sampling=Sampling(
             max_tokens=take_positive(body, "max_tokens") or 16,  # the API's own default
             top_p=take_number(body, "top_p", 0, 1) or 1.0,
             top_k=max(0, take(body, "top_k", int, "an integer", 0)),
             stop=take_stop(body),
         ),
-        n=take_positive(body, "n") or 1,
+        n=take_n(body, len(prompts)),
         stream=take(body, "stream", bool, "a boolean", False),
         include_usage=take_include_usage(body),
         logprobs=wanted is not None,
@@ -79,6 +82,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
         raise DialectError(
             400, "prompt: expected a text, a list of token ids, or a list of either, none of them empty", param="prompt"
         )
+    if len(listed) > MOST_REPLIES:
+        raise DialectError(400, f"prompt: expected at most {MOST_REPLIES} prompts, got {len(listed)}", param="prompt")
     return listed
 
 

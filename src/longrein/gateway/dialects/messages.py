@@ -21,6 +21,7 @@ from longrein.gateway.dialects import (
     PromptTooLong,
     Request,
     Sampling,
+    bounded_stops,
     leave_out,
     named_event,
     named_tool,
@@ -46,7 +47,7 @@ HONOURED = frozenset(
 IGNORED = frozenset("metadata thinking context_management service_tier cache_control betas".split())
 NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 
-_ERROR_TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -113,7 +114,7 @@ def _stop(body: Json) -> tuple[str, ...]:
     stops = take(body, "stop_sequences", list, "a list of strings", [])
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise DialectError(400, "stop_sequences: expected strings, none of them empty", param="stop_sequences")
-    return tuple(stops)
+    return bounded_stops(stops, "stop_sequences")
 
 
 def _tool_choice(body: Json, names: Mapping[str, str]) -> tuple[ToolChoice, str]:
@@ -149,7 +150,7 @@ def _tool(tool: Any, index: int) -> tuple[Json, bool] | None:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or not tool["name"]:
         raise DialectError(400, f"{where}.name: expected an object with a name", param=where)
     if tool.get("type") not in (None, "custom"):
-        leave_out(tool["type"])
+        leave_out(str(tool["type"]))
         return None
     if not isinstance(tool.get("input_schema"), dict):
         raise DialectError(400, f"{where}.input_schema: expected a JSON schema", param=where)
@@ -221,7 +222,7 @@ def _shown(part: Any, where: str, deferred: Mapping[str, Json]) -> Any:
     """A reference to a deferred tool as the text that defines it; any other part as it is."""
     if not isinstance(part, dict) or part.get("type") != "tool_reference":
         return part
-    tool = deferred.get(part.get("tool_name", ""))
+    tool = deferred.get(str(part.get("tool_name")))
     if tool is None:
         raise DialectError(400, f"{where}.tool_name: {part.get('tool_name')!r} is no deferred tool", param=where)
     return {"type": "text", "text": json.dumps(tool, ensure_ascii=False)}
@@ -260,7 +261,7 @@ def error_body(error: DialectError) -> Json:
 
 
 def error_type(status: int) -> str:
-    return _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def _usage(prompt: int, cached: int, sampled: int) -> Json:

@@ -129,7 +129,7 @@ def _tools(listed: Sequence[Any]) -> tuple[list[Json], dict[str, Spoken], list[T
     def add(tool: Any, where: str, namespace: str) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and not namespace:
-            for i, one in enumerate(tool.get("tools") or []):
+            for i, one in enumerate(take(tool, "tools", list, "a list of tools", [])):
                 add(one, f"{where}.tools[{i}]", str(tool.get("name", "")))
             return
         if kind not in ("function", "custom"):
@@ -184,6 +184,8 @@ def _messages(items: Sequence[Any], flat: Mapping[Spoken, str]) -> list[Message]
         if not isinstance(item, dict):
             raise DialectError(400, f"{where}: expected an object", param=where)
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise DialectError(400, f"{where}.type: expected a string, got {type(kind).__name__}", param=where)
         if kind in _HOSTED_CALLS:
             continue
         spoken = kind in ("reasoning", "function_call", "custom_tool_call") or (
@@ -197,7 +199,7 @@ def _messages(items: Sequence[Any], flat: Mapping[Spoken, str]) -> list[Message]
             continue
         turn = turn or _Turn()
         if kind == "reasoning":
-            turn.reasoning.append(_reasoning(item))
+            turn.reasoning.append(_reasoning(item, where))
         elif kind == "message":
             turn.texts.append("".join(_parts(item.get("content"), f"{where}.content")))
         else:
@@ -215,7 +217,7 @@ def _begins_a_turn(kind: str, turn: _Turn) -> bool:
 def _other(item: Json, kind: str, where: str) -> Message:
     if kind == "message":
         role = item.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise DialectError(400, f"{where}.role: expected one of {', '.join(ROLES)}, got {role!r}", param=where)
         return Message(ROLES[role], "\n".join(_parts(item.get("content"), f"{where}.content")))
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -250,6 +252,8 @@ def _call(item: Json, kind: str, where: str, flat: Mapping[Spoken, str]) -> Tool
     if not isinstance(id, str) or not isinstance(name, str):
         raise DialectError(400, f"{where}: expected a call_id and a name", param=where)
     namespace = item.get("namespace") or ""
+    if not isinstance(namespace, str):
+        raise DialectError(400, f"{where}.namespace: expected a string", param=where)
     spoken = ("custom" if kind == "custom_tool_call" else "function", namespace, name)
     name = flat.get(spoken, f"{namespace}__{name}" if namespace else name)
     if kind == "custom_tool_call":
@@ -260,15 +264,23 @@ def _call(item: Json, kind: str, where: str, flat: Mapping[Spoken, str]) -> Tool
     return ToolCall(id, name, arguments)
 
 
-def _reasoning(item: Json) -> str:
+def _reasoning(item: Json, where: str) -> str:
     encoded = item.get("encrypted_content")
     if isinstance(encoded, str) and encoded.startswith(ENCODED):
-        return base64.b64decode(encoded[len(ENCODED) :]).decode()
+        try:
+            return base64.b64decode(encoded[len(ENCODED) :], validate=True).decode()
+        except ValueError:  # of what base64 and UTF-8 are not
+            raise DialectError(400, f"{where}.encrypted_content: was not written here", param=where) from None
     for name in ("content", "summary"):
-        texts = [part["text"] for part in item.get(name) or [] if isinstance(part, dict) and "text" in part]
+        parts = item.get(name)
+        texts = [part["text"] for part in parts if _has_text(part)] if isinstance(parts, list) else []
         if texts:
             return "".join(texts)
     return ""
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 # Answers

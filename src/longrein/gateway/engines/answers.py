@@ -25,6 +25,8 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
     message: Json = field(default_factory=lambda: {"role": "assistant"})
+    calls: dict[int, Json] = field(default_factory=dict)
+    """Tool calls that a stream has told of, by their index."""
     finish_reason: str | None = None
 
     def known_logprobs(self) -> list[float] | None:
@@ -35,9 +37,8 @@ class Choice:
     def reply(self) -> Json:
         """The assistant message."""
         message = dict(self.message)
-        calls = message.get("tool_calls")
-        if isinstance(calls, dict):  # put together from a stream
-            message["tool_calls"] = [calls[index] for index in sorted(calls)]
+        if self.calls:
+            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
         return message
 
     def read(self, value: Mapping[str, Any]) -> None:
@@ -52,27 +53,27 @@ class Choice:
         if isinstance(value.get("message"), dict):
             self.message.update(value["message"])
         if isinstance(value.get("text"), str):
-            self.message["content"] = self.message.get("content", "") + value["text"]
+            self.message["content"] = _text(self.message.get("content")) + value["text"]
         if isinstance(value.get("delta"), dict):
             self._read_delta(value["delta"])
 
     def _read_delta(self, delta: Mapping[str, Any]) -> None:
         for name in _JOINED:
             if isinstance(delta.get(name), str):
-                self.message[name] = (self.message.get(name) or "") + delta[name]
-        for part in delta.get("tool_calls") or ():
+                self.message[name] = _text(self.message.get(name)) + delta[name]
+        parts = delta.get("tool_calls")
+        for part in parts if isinstance(parts, list) else ():
             if not isinstance(part, dict):
                 continue
-            calls: dict[int, Json] = self.message.setdefault("tool_calls", {})
             index = part.get("index")
-            call = calls.setdefault(index if isinstance(index, int) else len(calls), {"type": "function"})
+            call = self.calls.setdefault(index if isinstance(index, int) else len(self.calls), {"type": "function"})
             if part.get("id"):
                 call["id"] = part["id"]
             function = part.get("function")
             if isinstance(function, dict):
                 known = call.setdefault("function", {"name": "", "arguments": ""})
                 for name in ("name", "arguments"):
-                    known[name] += function.get(name) or ""
+                    known[name] += _text(function.get(name))
 
 
 class Answers:
@@ -109,7 +110,7 @@ class Answers:
 
     def begun(self) -> bool:
         """Whether anything sampled has come."""
-        return any(choice.ids or len(choice.message) > 1 for choice in self._choices.values())
+        return any(choice.ids or choice.calls or len(choice.message) > 1 for choice in self._choices.values())
 
     def finished(self, count: int) -> bool:
         """Whether each of `count` choices has its finish reason."""
@@ -140,4 +141,16 @@ def _logprobs(value: Any) -> list[float | None]:
         found = value["token_logprobs"]
     else:
         return []
-    return [float(item) if isinstance(item, (int, float)) and math.isfinite(item) else None for item in found]
+    return [_finite(item) for item in found]
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -2,7 +2,7 @@
 
 Three kinds of endpoint: the run file's (`engine.url`, text only), a teacher's (`warmup.teacher_url`, text only), and
 those registered by POST /api/models, which are asked for token ids as Agent Lightning's gateway asks (vLLM's
-`return_token_ids`). Whatever ids come back are recorded. At most `engine.max_concurrent` calls are there at once.
+`return_token_ids`). Whatever ids come back are recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from longrein.gateway.bounds import BadJson, lane, read_json
+from longrein.gateway.budget import Grant, budget_of
 from longrein.gateway.delivery import disconnected
-from longrein.gateway.dialects import DONE, DialectError, event, messages
+from longrein.gateway.dialects import DONE, MOST_CHOICES, MOST_REPLIES, DialectError, event, messages
 from longrein.gateway.engines.answers import Answers
 from longrein.gateway.engines.lineage import Lineage, Lineages
 from longrein.gateway.engines.routing import choose_endpoint
+from longrein.gateway.engines.wire import LONGEST_EVENT
 from longrein.records import Call, Json, Mode, Rollout, now
 from longrein.schema import StoreError
 
@@ -95,6 +98,7 @@ class Exchange:
     body: Json
     count: int
     """Choices asked for."""
+    grant: Grant | None = None
     lineage: Lineage | None = None
     """Of the attempt; None until the request is let through the gate."""
     numbers: list[int] = field(default_factory=list)
@@ -104,6 +108,11 @@ class Exchange:
     first_token_at: float | None = None
     committed: bool = False
 
+    def end(self) -> None:
+        """Give back to the attempt's budget what was not used."""
+        if self.grant is not None:
+            self.grant.end(sum(len(choice.ids) for choice in self.answers.choices))
+
 
 class Passthrough:
     """Answers model requests by an endpoint's answers."""
@@ -111,13 +120,17 @@ class Passthrough:
     def __init__(self, gateway: Gateway):
         self.gateway = gateway
         self.lineages = Lineages(gateway.store)
-        limit = gateway.config.engine.max_concurrent
-        self.slots = asyncio.Semaphore(limit) if limit else nullcontext()
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
         try:
-            exchange = self._exchange(_read_body(await http.body()), dialect, rollout, attempt_id, mode)
+            budget = budget_of(http)
+            async with lane(http.headers, self.gateway.workers, budget.spending.large) as way:
+                content = await http.body()
+                body = await way.run(lambda: _read_body(content))
+            exchange = self._exchange(body, dialect, rollout, attempt_id, mode)
+            # How many tokens come is the endpoint's affair: agent.max_tokens is refused with such a model.
+            exchange.grant = budget.take([0] * exchange.count)
             work = asyncio.ensure_future(self._ask(exchange))
             gone = asyncio.ensure_future(disconnected(http.receive))
             try:
@@ -158,12 +171,18 @@ class Passthrough:
                 f"{dialect} requests are answered only for a model that is rendered here (model.path); this gateway "
                 f"passes {' and '.join(PATHS)} on to an endpoint",
             )
+        self.gateway.access.name_model(rollout, body.get("model"))
         upstream = self._upstream(rollout)
         count = body.get("n")
         if count is None:
             count = 1
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise DialectError(400, f"n: expected a positive integer, got {count!r}", param="n")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_CHOICES:
+            raise DialectError(400, f"n: expected an integer from 1 to {MOST_CHOICES}, got {count!r}", param="n")
+        count *= _prompts_of(body)
+        if count > MOST_REPLIES:
+            raise DialectError(
+                400, f"prompt: expected at most {MOST_REPLIES} replies of a request, got {count}", param="prompt"
+            )
         options = self.gateway.config.gateway
         sent = {**body, "model": upstream.model}
         if upstream.engine != "teacher":
@@ -205,8 +224,9 @@ class Passthrough:
     async def _ask(self, exchange: Exchange) -> Response:
         """Pass the gate, send the request, and answer: whole, or with a stream that has begun."""
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.gateway.gate.enter())
-            await stack.enter_async_context(self.slots)
+            stack.callback(exchange.end)
+            [passage] = self.gateway.gate.admit((exchange.rollout.rollout_id, exchange.attempt_id))
+            await stack.enter_async_context(passage)
             exchange.started_at = now()
             exchange.lineage = self.lineages.of(exchange.rollout, exchange.attempt_id)
             exchange.numbers = exchange.lineage.take_numbers(exchange.count)
@@ -379,6 +399,8 @@ async def server_sent_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[byte
     waiting = b""
     async for chunk in chunks:
         waiting += chunk
+        if len(waiting) > LONGEST_EVENT:
+            raise httpx.RemoteProtocolError(f"an event of more than {LONGEST_EVENT} bytes")
         while True:
             ends = [at + len(end) for end in (b"\n\n", b"\r\n\r\n") if (at := waiting.find(end)) >= 0]
             if not ends:
@@ -403,10 +425,9 @@ def _place_beside(call: Call, first: Call) -> None:
 
 def _read_body(content: bytes) -> Json:
     try:
-        body = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        words = str(error) if "(byte " in str(error) else f"{error} (byte {len(content)})"
-        raise DialectError(400, f"the body is not valid JSON: {words}") from None
+        body = read_json(content)
+    except BadJson as error:
+        raise DialectError(400, str(error)) from None
     if not isinstance(body, dict):
         raise DialectError(400, f"the body has to be a JSON object, not {type(body).__name__}")
     return body
@@ -417,6 +438,13 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
     if isinstance(messages, list):
         return [message if isinstance(message, dict) else {"content": message} for message in messages]
     return [{"role": "prompt", "content": body["prompt"]}] if "prompt" in body else []
+
+
+def _prompts_of(body: Mapping[str, Any]) -> int:
+    """How many prompts a request has: `prompt` is a text, token ids, or a list of either."""
+    prompt = body.get("prompt")
+    listed = isinstance(prompt, list) and any(isinstance(one, (str, list)) for one in prompt)
+    return len(prompt) if isinstance(prompt, list) and listed else 1
 
 
 def _tools(body: Mapping[str, Any]) -> list[Json]:
@@ -430,7 +458,7 @@ def _error_of(body: Json) -> Json:
 
 
 def _json(content: bytes) -> Any:
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(content)
     return None
 
@@ -446,7 +474,7 @@ def _key(variable: str) -> str:
 def _retry_after(response: httpx.Response | None) -> float:
     """Seconds that an endpoint asks to wait, 8 at most; 0 where it says nothing."""
     value = response.headers.get("retry-after", "") if response is not None else ""
-    return min(float(value), 8.0) if value.isdigit() else 0.0
+    return min(float(value), 8.0) if value.isascii() and value.isdigit() else 0.0
 
 
 async def _cancel(work: asyncio.Future[Any]) -> None:

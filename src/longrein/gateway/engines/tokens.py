@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -51,7 +50,6 @@ class TokensEngine:
         self.http = http
         self.endpoints = endpoints
         self.fleet = Fleet(self._connect)
-        self._slots: AbstractAsyncContextManager[None] = nullcontext()
 
     def refresh(self) -> None:
         """The registered endpoints, or their versions, have changed."""
@@ -68,10 +66,6 @@ class TokensEngine:
         """Nothing: each protocol has guides and log-probabilities. What a server cannot do it says itself."""
         return None
 
-    def limit(self, calls: int) -> None:
-        """Let at most so many calls be at the endpoints at once; 0 sets no limit."""
-        self._slots = asyncio.Semaphore(calls) if calls else nullcontext()
-
     def _connect(self, endpoint: ModelEndpoint) -> Server:
         server = SERVERS.get(endpoint.protocol)
         if server is None:
@@ -82,26 +76,25 @@ class TokensEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         """Sample; leaving the iterator early cancels the generation at its endpoint. Raises `EngineError`."""
-        async with self._slots:
-            with self.fleet.watched():
-                reply = Reply(request)
-                while reply.finish is None:
-                    member = await self._member(reply)
-                    stream = member.server.sample(reply.rest(), member.version)
-                    try:
-                        while reply.finish is None:
-                            async with member.waiting():
-                                chunk = await anext(stream, Chunk(finish_reason="abort"))
-                            for given in reply.take(chunk):
-                                yield given
-                            if chunk.finish_reason == "abort":
-                                raise Broken(f"the engine at {member.endpoint.endpoint} aborted the request", busy=True)
-                    except (Broken, httpx.HTTPError, httpx.InvalidURL) as error:
-                        await self._mend(reply, member, error)
-                    finally:
-                        await stream.aclose()
-                if reply.owed is not None:
-                    yield reply.owed
+        with self.fleet.watched():
+            reply = Reply(request)
+            while reply.finish is None:
+                member = await self._member(reply)
+                stream = member.server.sample(reply.rest(), member.version)
+                try:
+                    while reply.finish is None:
+                        async with member.waiting():
+                            chunk = await anext(stream, Chunk(finish_reason="abort"))
+                        for given in reply.take(chunk):
+                            yield given
+                        if chunk.finish_reason == "abort":
+                            raise Broken(f"the engine at {member.endpoint.endpoint} aborted the request", busy=True)
+                except (Broken, httpx.HTTPError, httpx.InvalidURL) as error:
+                    await self._mend(reply, member, error)
+                finally:
+                    await stream.aclose()
+            if reply.owed is not None:
+                yield reply.owed
 
     async def _member(self, reply: Reply) -> Member:
         """The endpoint for the rest of a reply, once there is one. Raises `EngineError` when none comes in time."""

@@ -9,6 +9,7 @@ would add to the sampling is sent as what leaves the distribution alone.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -311,4 +312,7 @@ def _finish(reason: str | None, url: str) -> str | None:
 
 
 def _id_of(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
+    digits = name.removeprefix("token_id:")
+    if not re.fullmatch("[0-9]{1,10}", digits):
+        raise EngineError(f"the vLLM names a token by {name!r}: it is too old for return_tokens_as_token_ids")
+    return int(digits)

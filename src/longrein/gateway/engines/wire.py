@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +18,8 @@ from longrein.records import Json
 T = TypeVar("T")
 
 _HEADERS = {"content-type": "application/json"}
+#: Bytes of one event of a stream, beyond which an endpoint does not speak its protocol.
+LONGEST_EVENT = 64 * 1024 * 1024
 
 
 class Broken(Exception):
@@ -104,6 +107,8 @@ async def events(response: httpx.Response) -> AsyncIterator[list[bytes]]:
     waiting = b""
     async for piece in response.aiter_bytes():
         *lines, waiting = (waiting + piece).split(b"\n")
+        if len(waiting) > LONGEST_EVENT:
+            raise Broken(f"an engine sent an event of more than {LONGEST_EVENT} bytes")
         found = [line[5:].strip() for line in lines if line.startswith(b"data:")]
         if b"[DONE]" in found:
             found = found[: found.index(b"[DONE]")]
@@ -118,7 +123,7 @@ def read_as(kind: type[T], data: bytes, url: str) -> T:
     """JSON of the form that the protocol says. Raises `EngineError` with what came instead."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(f"the engine at {url} does not speak its protocol: {error}: {data[:200]!r}") from None
 
 
@@ -191,4 +196,6 @@ def version_runs(
 
 def version_of(told: str | int | None, registered: int) -> int:
     """The policy version that a server's word for its weights means."""
-    return int(told) if isinstance(told, int) or (told is not None and told.isdigit()) else registered
+    if isinstance(told, int):
+        return told
+    return int(told) if told is not None and re.fullmatch("[0-9]{1,18}", told) else registered

@@ -75,29 +75,33 @@ class RowsEngine:
             self._owners[last.row] = last
         sequence.row = -1
 
-    def forget(self) -> None:
-        """The weights have changed: what was computed serves the sequences that have begun, and no other."""
+    def forget(self, recompute: bool) -> None:
+        """The weights have changed: what was computed serves the sequences that have begun, unless they are to compute it
+        anew, and no other."""
         self._packed.forget()
         self._store.clear()
         if not self._owners and self._device.type != "cpu":
             self._rows.release()  # to the learner; on a CPU getting fresh memory costs more than it is worth
         for sequence in self._owners:
             sequence.source = None
-            sequence.stale = sequence.stale or sequence.known > 0
+            if recompute:
+                sequence.known, sequence.stale = 0, False
+            else:
+                sequence.stale = sequence.stale or sequence.known > 0
         for sequence in self._owners:
             if not sequence.known:
                 self._begin(sequence)
 
     def _begin(self, sequence: Sample) -> None:
-        """Take the keys and values of the longest known beginning of the prompt: a finished call's or a running one's."""
-        prompt = sequence.ids[:-1]
+        """Take the keys and values of the longest known beginning: a finished call's or a running one's."""
+        prompt = sequence.all_ids()[:-1]
         entry, shared = self._store.longest(prompt)
         for other in self._owners:
             if other is sequence:
                 break  # only earlier ones: none waits for itself
             if not other.stale:
-                # What it will have computed counts, if it has only begun on its prompt.
-                common = common_ids(other.all_ids()[: max(other.known, len(other.ids) - 1)], prompt)
+                # What it will have computed counts, if it has only begun.
+                common = common_ids(other.all_ids()[:-1], prompt)
                 if common >= shared + WORTH_SHARING:
                     sequence.source, shared = (other, common), common
         if sequence.source is None and entry is not None:
@@ -147,7 +151,7 @@ class RowsEngine:
         ids = np.zeros((len(batch), width), np.int64)
         known = np.asarray([s.known for s in batch])
         for index, sequence in enumerate(batch):
-            part = sequence.ids[sequence.known : min(sequence.known + width, len(sequence.ids) - 1)]
+            part = sequence.all_ids()[sequence.known : -1][:width]
             ids[index, : len(part)] = part
             sequence.known += len(part)
             self._stats.prefilled_tokens += len(part)
@@ -192,22 +196,26 @@ class SingleEngine:
         self._device = next(model.parameters()).device
         self._config: Any = model.config
         self._stats = stats
-        self._caches: dict[int, DynamicCache] = {}
+        self._caches: dict[Sample, DynamicCache] = {}
         self._budget = PREFILL_TOKENS.get(self._device.type, 512)
 
     def join(self, sequence: Sample) -> None:
-        self._caches[id(sequence)] = DynamicCache(config=self._config)
+        self._caches[sequence] = DynamicCache(config=self._config)
 
     def leave(self, sequence: Sample, keep: bool) -> None:
-        del self._caches[id(sequence)]
+        del self._caches[sequence]
 
-    def forget(self) -> None:
-        """Nothing outlives its sequence."""
+    def forget(self, recompute: bool) -> None:
+        """The weights have changed. Nothing outlives its sequence."""
+        if recompute:
+            for sequence in self._caches:
+                self.join(sequence)
+                sequence.known = 0
 
     def prefill(self, filling: Sequence[Sample]) -> None:
         """One pass over the oldest sequence's prompt."""
         sequence = filling[0]
-        part = sequence.ids[sequence.known : min(sequence.known + self._budget, len(sequence.ids) - 1)]
+        part = sequence.all_ids()[sequence.known : -1][: self._budget]
         self._run(sequence, part, logits=False)
         self._stats.prefilled_tokens += len(part)
 
@@ -220,7 +228,7 @@ class SingleEngine:
         at = torch.arange(sequence.known, sequence.known + len(ids), device=self._device)[None]
         sequence.known += len(ids)
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self._device)
-        return self._forward(tokens, at, None, self._caches[id(sequence)], logits)
+        return self._forward(tokens, at, None, self._caches[sequence], logits)
 
 
 class _Forward:

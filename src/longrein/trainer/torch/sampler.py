@@ -76,8 +76,8 @@ class Sample:
 
     @property
     def unfilled(self) -> int:
-        """Prompt tokens to compute before it can be decoded."""
-        return max(0, len(self.ids) - 1 - self.known)
+        """Tokens to compute before the next one can be sampled: of the prompt, or of all after new weights came."""
+        return len(self.ids) + len(self.sampled) - 1 - self.known
 
     @property
     def last(self) -> int:
@@ -130,10 +130,13 @@ class Sampler:
         self.waiting.append(sequence)
 
     @torch.inference_mode()
-    def changed(self, version: int) -> None:
-        """The weights are those of `version` now. Running sequences go on over their old keys and values."""
+    def changed(self, version: int, *, recompute: bool = False) -> None:
+        """The weights are those of `version` now.
+
+        Running sequences go on over their old keys and values, or compute those of all their tokens anew (`recompute`).
+        """
         self.version = version
-        self.engine.forget()
+        self.engine.forget(recompute)
 
     @torch.inference_mode()
     def step(self) -> list[Sample]:

@@ -4,7 +4,7 @@ It is served by the process that owns the weights, inside that process's event l
 thread, the learner's too (`compute`): threads that compute each bring a pool of OpenMP workers, and more workers than
 cores no longer wait actively for each other, which costs a third of a decode step. Between two steps the thread takes
 new requests and cancellations, hands on what was sampled, and freezes when it is told to: weights are updated while it
-stands still, and running sequences go on over their old keys and values with the new weights.
+stands still, and running sequences go on with the new weights, over their old keys and values or over new ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class BadRequest(Exception):
 class EngineServer:
     """Serves a policy. Everything but computing happens in the event loop that called `start`.
 
-    `computer` is the one thread in which this process computes; best the one that loaded the policy. `stop` ends it.
+    `computer` is the one thread in which this process computes; best the one that loaded the policy. `stop` ends it. With
+    `recompute`, sequences that were frozen while weights changed compute their keys and values anew.
     """
 
     protocol: Literal["tokens"] = "tokens"
@@ -106,11 +107,13 @@ class EngineServer:
         engine: config.Engine,
         *,
         sample_dtype: str = "same",
+        recompute: bool = False,
         computer: ThreadPoolExecutor | None = None,
     ) -> None:
         self.policy = policy
         self._computer = computer or ThreadPoolExecutor(max_workers=1, thread_name_prefix="longrein-compute")
         self._model = sampling_model(policy, sample_dtype)
+        self._recompute = recompute
         self._sampler = Sampler(self._model, max_batch=engine.max_batch, cache_tokens=engine.cache_tokens)
         self._guides = Guides(policy.folder, policy.vocab_size)
         # A number that the run file names is kept.
@@ -204,7 +207,7 @@ class EngineServer:
     async def refresh(self, version: int) -> None:
         """Take the learner's weights as policy version `version`. The engine has to be held."""
         await self.compute(refresh, self._model, self.policy)
-        self._sampler.changed(version)
+        self._sampler.changed(version, recompute=self._recompute)
 
     @asynccontextmanager
     async def exchanging(self, version: int, client: Client, name: str) -> AsyncIterator[list[str]]:
