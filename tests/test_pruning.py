@@ -303,3 +303,16 @@ def test_a_run_that_prunes_is_reported_whole(tmp_path: Path) -> None:
     assert f"| trained | {sum(line['tokens/trained'] for line in steps):.0f} |" in report
     assert "| of these pruned to counts and rewards | " in report
     assert cli.main(["store", "check", str(folder)]) == 0
+
+
+async def test_an_audit_says_what_it_could_not_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.open(f"sqlite:///{tmp_path / 'store.sqlite'}")
+    for step in (1, 2):
+        calls, _ = random_calls(np.random.default_rng(1), 3)
+        await finish(store, f"s{step}", {"phase": "train", "step": step}, calls)
+    assert cli.main(["audit", str(tmp_path)]) == 0
+    assert "not looked at" not in capsys.readouterr().err
+    await store.prune(1)
+    store.close()
+    assert cli.main(["audit", str(tmp_path)]) == 0
+    assert "1 attempt not looked at: pruned (store.keep)" in capsys.readouterr().err
