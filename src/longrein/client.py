@@ -30,6 +30,7 @@ from longrein.records import (
     StartedAttempt,
     StatusChange,
     TerminalPage,
+    WithdrawnPage,
 )
 
 T = TypeVar("T")
@@ -113,6 +114,11 @@ class Client:
         """Rollouts that finished behind position `after`. With `wait`, an empty page comes only after so many seconds."""
         query = [("after", str(after)), ("limit", str(limit))]
         return await self._ask("GET", "/api/rollouts/terminal", TerminalPage, query=query, wait=wait)
+
+    async def withdrawn(self, instance: str, after: int, wait: float = 0.0) -> WithdrawnPage:
+        """Rollouts that were taken from their agents behind position `after` of the gateway's process `instance`."""
+        query = [("instance", instance), ("after", str(after))]
+        return await self._ask("GET", "/api/rollouts/withdrawn", WithdrawnPage, query=query, wait=wait)
 
     # Attempts, calls, events
 

@@ -228,6 +228,23 @@ class Agent(Section):
         ge=0,
         description="Replies that an attempt's token may have sampled at once, and its open model requests; 0 sets no limit.",
     )
+    queue_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Longest wait of a rollout in the queue; then it fails. The clock stands still during a pause. 0: no limit.",
+    )
+    on_failure: Literal["grade", "zero", "drop"] = Field(
+        default="grade",
+        description="An agent that failed (its exit code) is graded as it stands, has reward 0, or its rollout has none and its group is dropped.",
+    )
+    on_timeout: Literal["grade", "zero", "drop"] = Field(
+        default="grade", description="The same for an agent that ran into its timeout."
+    )
+    adopt_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        description="Time that agents run on after their controller was killed, for the next one to take them over; 0 ends them with it.",
+    )
     controller: Literal["start", "external"] = Field(
         default="start", description="Start a controller with the run, or use one that runs already."
     )

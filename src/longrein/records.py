@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 Json = dict[str, Any]
 
@@ -52,6 +52,8 @@ class RolloutConfig(Struct, forbid_unknown_fields=True):
     k8s: K8sConfig | None = None
     engine: Literal["policy", "teacher"] = "policy"
     """Which model answers this rollout's calls."""
+    queue_seconds: Annotated[float, Meta(ge=0)] | None = None
+    """Longest wait in the queue, 0 without limit; None takes the gateway's agent.queue_seconds."""
 
 
 class RolloutStatus(Struct, forbid_unknown_fields=True):
@@ -194,6 +196,17 @@ class TerminalPage(Struct, forbid_unknown_fields=True):
     items: list[TerminalItem]
     next_after: int
     total_terminal: int
+
+
+class WithdrawnPage(Struct, forbid_unknown_fields=True):
+    """Rollouts that were finished or deleted by somebody while an attempt of them ran; ask on with `after=next_after`."""
+
+    instance: str
+    """Names the gateway's process; ask on with it."""
+    items: list[str]
+    next_after: int
+    complete: bool
+    """Whether these are all; not if another instance was asked for, or too old a position."""
 
 
 class RolloutDetail(Struct, forbid_unknown_fields=True):

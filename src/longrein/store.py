@@ -171,6 +171,18 @@ class Store:
 
         return await self._write(operation)
 
+    async def fail_queuing(self, rollout_id: str, why: str) -> bool:
+        """Fail a rollout if it is still queuing; whether it was."""
+
+        def operation(connection: Connection) -> bool:
+            rollout = _find_rollout(connection, rollout_id)
+            if rollout is None or rollout.status.state is not RolloutState.queuing:
+                return False
+            _change_rollout(connection, rollout_id, StatusChange(state=RolloutState.failed, error_message=why))
+            return True
+
+        return await self._write(operation)
+
     async def delete_rollout(self, rollout_id: str) -> None:
         """Remove a rollout and all that belongs to it; nothing when it is unknown."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from longrein.records import (
     RolloutStatus,
     StartedAttempt,
     StatusChange,
+    WithdrawnPage,
 )
 
 
@@ -40,6 +42,8 @@ class FakeClient(Client):
         self.recorded: dict[tuple[str, str], list[Call]] = {}
         self.broken: Callable[[str], Exception | None] = lambda method: None
         self.paused = False
+        self.instance = "one"
+        self.withdrawals: list[str] = []
         self.changed = asyncio.Condition()
 
     async def _enter(self, method: str) -> None:
@@ -91,6 +95,27 @@ class FakeClient(Client):
         status.error_message = change.error_message or status.error_message
         await self._notify()
         return self.store[rollout_id]
+
+    async def withdrawn(self, instance: str, after: int, wait: float = 0.0) -> WithdrawnPage:
+        await self._enter("withdrawn")
+
+        def page() -> WithdrawnPage:
+            complete = instance == self.instance
+            return WithdrawnPage(
+                self.instance, self.withdrawals[after:] if complete else [], len(self.withdrawals), complete
+            )
+
+        async with self.changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    self.changed.wait_for(lambda: bool(page().items) or not page().complete), wait or 0.01
+                )
+            return page()
+
+    async def withdraw(self, rollout_id: str) -> None:
+        """What an operator does who cancels a running rollout."""
+        self.withdrawals.append(rollout_id)
+        await self.change_rollout(rollout_id, StatusChange(state=RolloutState.failed, error_message="cancelled"))
 
     async def start_attempt(self, rollout_id: str) -> StartedAttempt:
         await self._enter("start_attempt")
@@ -182,6 +207,6 @@ async def controlling(config: Config, client: Client, **options: Any) -> AsyncIt
 
 async def until(true: Callable[[], bool]) -> None:
     """Wait for what only the file system or process table tells."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -213,7 +213,8 @@ async def test_an_engines_failure_is_not_the_agents(tmp_path: Path) -> None:
 
 
 async def test_a_gateway_that_goes_away_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longrein.controller.reconcile.FIRST_PAUSE", 0.01)
+    for module in ("reconcile", "line"):
+        monkeypatch.setattr(f"longrein.controller.{module}.FIRST_PAUSE", 0.01)
     write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     failures = {"rollouts": 2, "start_attempt": 2, "end_attempt": 2, "add_event": 1, "change_rollout": 1, "calls": 1}

@@ -69,12 +69,34 @@ def test_what_was_answered_survives_sigkill_and_the_next_gateway_has_it(tmp_path
         post(url, "/api/rollouts/r/attempt/0/events", {"event_type": "reward", "data": {"value": 1}})
         process.kill()
         process.wait()
-    with gateway_process(tmp_path) as (url, _):  # the note of the dead one does not stop it
+    with gateway_process(tmp_path) as (again, _):  # the note of the dead one does not stop it
+        assert again == url  # where agents and their controller go on asking
         headers = {"authorization": f"Bearer {KEY}"}
         detail = httpx.get(f"{url}/api/rollouts/r", headers=headers, trust_env=False).json()
         assert (detail["rollout"]["status"]["state"], detail["attempts"]) == ("running", ["0"])
         models = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {token}"}, trust_env=False)
         assert models.status_code == 200  # the attempt's token is good as before
+
+
+def test_a_port_that_was_taken_meanwhile_or_is_named_is_not_the_dead_ones(tmp_path: Path) -> None:
+    with gateway_process(tmp_path) as (url, process):
+        process.kill()
+        process.wait()
+    port = int(url.rpartition(":")[2])
+    taken = listen("127.0.0.1", port)
+    with gateway_process(tmp_path) as (other, _):
+        assert other.startswith("http://127.0.0.1:")
+        assert other != url
+    taken.close()
+    (tmp_path / "run" / "gateway.json").write_text(json.dumps({"url": url, "pid": 1}))
+    free = listen("127.0.0.1", 0)
+    named = free.getsockname()[1]
+    free.close()
+    with gateway_process(tmp_path, f"gateway.port={named}") as (third, _):
+        assert third == f"http://127.0.0.1:{named}"
+    (tmp_path / "run" / "gateway.json").write_text("{")
+    with gateway_process(tmp_path) as (fourth, _):
+        assert fourth.startswith("http://127.0.0.1:")
 
 
 def test_the_gateway_imports_neither_torch_nor_transformers() -> None:

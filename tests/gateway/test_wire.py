@@ -124,7 +124,7 @@ async def test_a_rollout_keeps_all_of_its_configuration(served: Served) -> None:
     await served.add("r", config=config, is_train=False)
     known = (await served.http.get("/api/rollouts/r")).json()
     assert known["attempts"] == []
-    assert known["rollout"]["config"] == config | {"engine": "policy"}
+    assert known["rollout"]["config"] == config | {"engine": "policy", "queue_seconds": None}
     assert known["rollout"]["is_train"] is False
 
 

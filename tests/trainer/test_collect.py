@@ -13,9 +13,9 @@ import pytest
 from fake_gateway import FakeClient, Play
 
 from longrein.client import Client
-from longrein.records import NewRollout, Outcome, Rollout
+from longrein.records import Attempt, Event, NewRollout, Outcome, Rollout, RolloutState, RolloutStatus
 from longrein.tasks import TaskOrder
-from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest
+from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest, grade_of
 
 
 def new(rollout_id: str, **values: Any) -> NewRollout:
@@ -72,6 +72,14 @@ async def test_an_infrastructure_failure_is_never_given_a_reward() -> None:
 async def test_an_agents_own_failure_is_graded_as_it_stands() -> None:
     done = await collect_one(Play(reward=0.5, outcome=Outcome.agent_failed, reason="timeout"))
     assert (done.finished.reward, done.failure) == (0.5, None)
+
+
+def test_a_failed_rollout_has_no_reward_whatever_was_posted() -> None:
+    attempt = Attempt("a", "0", outcome=Outcome.agent_failed, reason="exit code 3")
+    posted = [Event("reward", "a", "0", 1.0, {"value": 1.0})]
+    for state, reward in ((RolloutState.failed, None), (RolloutState.succeeded, 1.0)):
+        rollout = Rollout("a", {}, status=RolloutStatus(state=state, error_message="dropped"))
+        assert grade_of(rollout, attempt, posted) == (reward, {}, "dropped" if reward is None else None)
 
 
 async def test_what_finished_before_is_not_looked_at_and_an_equal_id_is_found_again() -> None:

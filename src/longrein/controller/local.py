@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from longrein import config
+from longrein.controller.adoption import Control, Journal
 from longrein.controller.warmstart import (
     Exit,
     InfrastructureError,
@@ -28,8 +30,10 @@ from longrein.controller.warmstart import (
     preloaded_program,
     running_interpreter,
 )
-from longrein.records import Json, Outcome, Rollout, StartedAttempt, Usage
+from longrein.records import Attempt, Json, Outcome, Rollout, StartedAttempt, Usage
 from longrein.textfile import tail
+
+logger = logging.getLogger(__name__)
 
 STOPPED = "the controller was stopped"
 
@@ -39,6 +43,7 @@ _INHERITED = re.compile(
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(task_file|attempt_dir|task(?:\.[^{}]+)?)\}")
 _READ_AT_START = re.compile(r"PYTHON\w*|LD_\w+")
+_TOKEN = re.compile(r"lr-at-[\w-]+")  # one of an attempt that another controller started is not known here
 _PYTHON = re.compile(r"python[\d.]*")
 
 # What `python -c` runs for an Agent Lightning agent: argv is a folder to import from and the class.
@@ -67,6 +72,8 @@ class Site:
     gateway_url: str
     launcher: Launcher
     held: Callable[[], float]
+    control: Control | None = None
+    """What agents outlive this process by; without it they end with it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Ended:
     directory: Path
     final: bool = False
     """Whether no other attempt could do better (a command that does not exist, a controller that stops)."""
+    timed_out: bool = False
 
 
 def require_local_processes() -> None:
@@ -145,7 +153,6 @@ async def run_agent(site: Site, started: StartedAttempt, stop: asyncio.Event) ->
     """
     rollout, attempt = started.rollout, started.attempt
     directory = attempt_directory(site.attempts, rollout.rollout_id, attempt.attempt_id)
-    timeout = rollout.config.timeout_seconds or site.agent.timeout_seconds
     process: Process | None = None
     try:
         await asyncio.to_thread(_prepare_directory, directory, rollout.input, site.agent.workspace)
@@ -157,44 +164,83 @@ async def run_agent(site: Site, started: StartedAttempt, stop: asyncio.Event) ->
             directory=directory / "work",
             stdout=directory / "stdout.log",
             stderr=directory / "stderr.log",
+            control=site.control.request(attempt, directory / "task.json") if site.control else None,
         )
-        exit, cut = await _finish(process, timeout, site.held, site.agent.grace_seconds, stop)
+        return _ended(site, rollout, directory, await _finish(site, rollout, process, stop, site.held()))
     except StartError as error:
         return Ended(Outcome.infrastructure_failed, None, str(error), None, directory, final=True)
     except (InfrastructureError, OSError) as error:
-        return Ended(Outcome.infrastructure_failed, None, str(error) or repr(error), None, directory)
+        journal = site.control.journal(rollout.rollout_id, attempt.attempt_id) if site.control else None
+        return await _lost(site, rollout, journal, error, directory)
     finally:
         if process is not None:
             process.close()
-    if cut == "stop":
+
+
+async def go_on(site: Site, rollout: Rollout, attempt: Attempt, journal: Journal | None, stop: asyncio.Event) -> Ended:
+    """What `run_agent` does, for an agent that an earlier controller started."""
+    directory = attempt_directory(site.attempts, rollout.rollout_id, attempt.attempt_id)
+    process: Process | None = None
+    try:
+        if site.control is None or journal is None:
+            raise InfrastructureError("its controller ended before its agent was started")
+        found = await site.control.adopt(journal)
+        if isinstance(found, Exit):
+            return _ended(site, rollout, directory, found)
+        process = found
+        logger.info(
+            "attempt %s of rollout %s runs on, as process %d", attempt.attempt_id, rollout.rollout_id, process.pid
+        )
+        return _ended(site, rollout, directory, await _finish(site, rollout, process, stop, journal.held))
+    except (InfrastructureError, OSError) as error:
+        return await _lost(site, rollout, journal, error, directory)
+    finally:
+        if process is not None:
+            process.close()
+
+
+async def _lost(site: Site, rollout: Rollout, journal: Journal | None, error: Exception, directory: Path) -> Ended:
+    """How an attempt ended whose supervisor is lost: as it had noted, else as an infrastructure failure that leaves nothing."""
+    if site.control is not None and journal is not None:
+        if journal.exit is not None:
+            return _ended(site, rollout, directory, journal.exit)
+        await site.control.end_left(journal)
+    return Ended(Outcome.infrastructure_failed, None, str(error) or repr(error), None, directory)
+
+
+def _ended(site: Site, rollout: Rollout, directory: Path, exit: Exit) -> Ended:
+    if exit.cut == "stop":
         return Ended(Outcome.infrastructure_failed, exit.code, STOPPED, exit.usage, directory, final=True)
-    if cut is None and exit.code == 0:
+    if exit.cut == "abandoned":
+        reason = f"no controller came back within {site.agent.adopt_seconds:g} s (agent.adopt_seconds)"
+        return Ended(Outcome.infrastructure_failed, exit.code, reason, exit.usage, directory)
+    timed_out = exit.cut == "timeout"
+    if not timed_out and exit.code == 0:
         return Ended(Outcome.succeeded, 0, None, exit.usage, directory)
-    what = f"timeout after {timeout:g} s" if cut else _exit_in_words(exit.code)
-    said = tail(directory / "stderr.log", 20, 2048).replace(started.token, "(token)")
+    what = f"timeout after {_timeout(site, rollout):g} s" if timed_out else _exit_in_words(exit.code)
+    said = _TOKEN.sub("(token)", tail(directory / "stderr.log", 20, 4096))[-2048:]
     reason = f"{what}; its stderr ends:\n{said}" if said else f"{what}; it wrote nothing to stderr"
-    return Ended(Outcome.agent_failed, exit.code, reason, exit.usage, directory)
+    return Ended(Outcome.agent_failed, exit.code, reason, exit.usage, directory, timed_out=timed_out)
 
 
-async def _finish(
-    process: Process, timeout: float, held: Callable[[], float], grace: float, stop: asyncio.Event
-) -> tuple[Exit, str | None]:
-    """Wait for an agent; its exit and what cut it short (`timeout`, `stop`) if anything did."""
+def _timeout(site: Site, rollout: Rollout) -> float:
+    return rollout.config.timeout_seconds or site.agent.timeout_seconds
+
+
+async def _finish(site: Site, rollout: Rollout, process: Process, stop: asyncio.Event, held_before: float) -> Exit:
+    """Wait for an agent, and end it at its timeout or at `stop`. `held_before`: what `held` said when it began."""
     waiting = asyncio.ensure_future(process.wait())
     stopping = asyncio.ensure_future(stop.wait())
-    began, held_before = time.monotonic(), held()
+    began, why = time.monotonic() - process.watched_seconds, ""
     try:
-        while True:
-            left = timeout + (held() - held_before) - (time.monotonic() - began)
-            if left <= 0:
-                process.end(grace)
-                return await waiting, "timeout"
-            await asyncio.wait({waiting, stopping}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                return waiting.result(), None
-            if stopping.done():
-                process.end(grace)
-                return await waiting, "stop"
+        while not waiting.done() and not why:
+            left = _timeout(site, rollout) + (site.held() - held_before) - (time.monotonic() - began)
+            if left > 0:
+                await asyncio.wait({waiting, stopping}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            why = "stop" if stopping.done() else "timeout" if left <= 0 else ""
+        if not waiting.done():
+            process.end(site.agent.grace_seconds, why)
+        return await waiting
     finally:
         waiting.cancel()
         stopping.cancel()

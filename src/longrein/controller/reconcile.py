@@ -1,12 +1,13 @@
 """The loop from queued rollouts to graded ones.
 
 A rollout is taken as soon as a slot (`agent.max_concurrent`) is free, its agent is run to the end, which frees the slot,
-and its attempt is ended, graded and its rollout finished. There is no tick: the queue is a long poll, a slot an event.
-One controller serves a gateway; what an earlier one left unfinished it takes up when it starts.
+and its attempt is ended, graded and its rollout finished. There is no tick: the queue is a long poll, a slot an event, a
+rollout that is cancelled or deleted another long poll. One controller serves a gateway's run; where an earlier one was
+killed it goes on: with agents that still run, with what those that ended left, with rewards that were not posted.
 
 An attempt that infrastructure failed is followed by another one, after a pause, up to `agent.max_attempts`; its rollout
-then fails. What the agent did, its exit status and timeout included, is graded as it stands: a rollout *succeeded* when it
-has a reward, and *failed* when it has none.
+then fails. What the agent did, its exit status and timeout included, is graded as it stands, unless `agent.on_failure` or
+`agent.on_timeout` says otherwise: a rollout *succeeded* when it has a reward, and *failed* when it has none.
 """
 
 from __future__ import annotations
@@ -16,31 +17,39 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from longrein.audit.audit import Auditor, Verdict
 from longrein.client import ApiError, Client
 from longrein.config import Config
+from longrein.controller.adoption import Control, take_control
 from longrein.controller.grading import GradeError, Graders, posted_grade
+from longrein.controller.line import FIRST_PAUSE, LONGEST_PAUSE, Line
 from longrein.controller.local import (
     STOPPED,
     Ended,
     Site,
+    attempt_directory,
     base_environment,
+    go_on,
     make_launcher,
     require_local_processes,
     run_agent,
 )
+from longrein.controller.takeup import LOST, WITHDRAWN, Left, take_up
 from longrein.controller.warmstart import InfrastructureError, Launcher, StartError
 from longrein.records import (
+    Attempt,
     Call,
     EndAttempt,
+    Event,
     Json,
     NewEvent,
     Outcome,
+    Rollout,
     RolloutState,
     StartedAttempt,
     StatusChange,
@@ -49,16 +58,9 @@ from longrein.trajectory.prompts import messages_of
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 POLL_SECONDS = 30.0
 GATE_SECONDS = 1.0
-FIRST_PAUSE = 0.5
-LONGEST_PAUSE = 15.0
 GRADE_WORKERS = 4
-
-REQUESTS = 4  # asked of the gateway at once; more make each of them dearer (a pool of connections to search)
-STOP_SECONDS = 5.0  # longest wait for the gateway once the controller is to stop
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,29 @@ class Change:
 
 
 @dataclass
+class _Taken:
+    """A rollout that this controller has taken."""
+
+    task: asyncio.Task[None]
+    cut: asyncio.Event
+    """Set when its agent is to end: at stop, or because the rollout is withdrawn."""
+    withdrawn: bool = False
+
+
+@dataclass
 class _Controller:
     config: Config
     client: Client
     stop: asyncio.Event
+    line: Line
     site: Site
+    control: Control
     graders: Graders
     auditor: Auditor
     tell: Callable[[Change], Any]
-    requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS))
     condition: asyncio.Condition = field(default_factory=asyncio.Condition)
-    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """The rollouts taken, by id."""
+    taken: dict[str, _Taken] = field(default_factory=dict)
+    """By rollout id."""
     waiting: int = 0
     """Rollouts taken whose (next) attempt has no slot yet."""
     starting: set[str] = field(default_factory=set)
@@ -95,10 +108,6 @@ class _Controller:
     grading: int = 0
     """Attempts whose agent has ended and whose rollout has not."""
     version: int = 0
-    held: float = 0.0
-    """Seconds for which the gateway was paused or away while agents ran."""
-    away_at: float = float("-inf")
-    """When the gateway was last found away (monotonic)."""
     said_agents_grade: bool = False
 
     def room(self) -> int:
@@ -125,37 +134,46 @@ async def run_controller(
     """Run and grade the gateway's queued rollouts until `stop` is set; no process is left behind.
 
     Rollouts whose attempt the stop cuts short fail (their attempt as an infrastructure failure); queued ones stay queued.
-    Raises `ConfigError` for a configuration that no agent can be run with.
+    Raises `ConfigError` for a configuration that no agent can be run with, or while another controller runs this run's.
     """
     require_local_processes()
     auditor = Auditor(config.audit)
     run = config.run.path
-    launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
-    folder = Path.cwd() / config.run.folder
-    workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
-    log = run / "logs" / "grader.log"
-    async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
-        controller = _Controller(
-            config=config,
-            client=client,
-            stop=stop,
-            site=Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: controller.held),
-            graders=graders,
-            auditor=auditor,
-            tell=on_change or (lambda change: None),
-        )
-        helpers = [asyncio.create_task(_wake_at_stop(controller)), asyncio.create_task(_watch_gateway(controller))]
-        helpers.append(asyncio.create_task(_warm(controller, launcher)))
-        try:
-            await _take_up(controller)
-            await _take(controller)
-            await _finish_all(controller)
-        finally:
-            left = [*helpers, *controller.tasks.values()]
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-            await launcher.close()
+    with take_control(run / "control", config.agent.adopt_seconds) as control:
+        launcher = make_launcher(config.agent, run / "logs" / "launcher.log")
+        folder = Path.cwd() / config.run.folder
+        workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
+        log = run / "logs" / "grader.log"
+        site = Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: control.held, control)
+        line = Line(client, stop)
+        control.gateway = lambda: line.instance
+        async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
+            controller = _Controller(
+                config=config,
+                client=client,
+                stop=stop,
+                line=line,
+                site=site,
+                control=control,
+                graders=graders,
+                auditor=auditor,
+                tell=on_change or (lambda change: None),
+            )
+            helpers = [asyncio.create_task(_cut_at_stop(controller)), asyncio.create_task(_watch_gateway(controller))]
+            helpers.append(asyncio.create_task(_warm(controller, launcher)))
+            try:
+                await _take_up(controller)
+                helpers.append(asyncio.create_task(_watch_withdrawn(controller)))
+                await _take(controller)
+                await _finish_all(controller)
+            finally:
+                left = [*helpers, *(taken.task for taken in controller.taken.values())]
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
+                for journal in control.journals():  # of agents that were not taken up yet, at a stop so early
+                    await control.end(journal)
+                await launcher.close()
 
 
 # --- Taking rollouts ----------------------------------------------------------------------------------------------
@@ -163,128 +181,194 @@ async def run_controller(
 
 async def _take(controller: _Controller) -> None:
     """Take queued rollouts whenever there is room, until stop."""
-    pause = FIRST_PAUSE
+    line, pause = controller.line, FIRST_PAUSE
     while not controller.stop.is_set():
         await controller.until(lambda: controller.room() > controller.waiting and not controller.starting)
         version, limit = controller.version, controller.room() - controller.waiting + controller.given_up
         poll = controller.client.rollouts([RolloutState.queuing], limit=max(1, limit), wait=POLL_SECONDS)
         try:
-            queued = await _or_stop(controller, poll)
+            queued = await line.or_stop(poll)
         except ApiError as error:
-            _note_away(controller, error)
+            line.note_away(error)
             logger.warning("the gateway does not give queued rollouts (%s); asking again in %.1f s", error, pause)
-            await _or_stop(controller, asyncio.sleep(pause))
+            await line.or_stop(asyncio.sleep(pause))
             pause = min(2 * pause, LONGEST_PAUSE)
             continue
         pause = FIRST_PAUSE
-        fresh = [r.rollout_id for r in queued or [] if r.rollout_id not in controller.tasks]
+        fresh = [r.rollout_id for r in queued or [] if r.rollout_id not in controller.taken]
+        controller.starting.update(fresh)
+        await controller.changed(waiting=len(fresh))
         for rollout_id in fresh:
-            controller.starting.add(rollout_id)
-            await _begin(controller, rollout_id, tried=0)
+            _begin(controller, rollout_id, tried=0)
         if queued and not fresh:  # all listed were given up; ask again when something has changed
             await controller.until(lambda: controller.version != version)  # noqa: B023
 
 
 async def _take_up(controller: _Controller) -> None:
-    """Go on with rollouts that an earlier controller left running: their open attempts were lost with it."""
+    """Go on with the rollouts that an earlier controller left running."""
     try:
-        running = await _insist(controller, lambda: controller.client.rollouts([RolloutState.running], limit=1000))
+        found = await take_up(controller.line, controller.control, controller.config.agent.max_attempts)
     except ApiError:
         if controller.stop.is_set():
             return
         raise
-    for rollout in running:
-        tried = await _abandon(controller, rollout.rollout_id)
-        if tried >= controller.config.agent.max_attempts:
-            await _fail(controller, rollout.rollout_id, "its controller ended before it did")
-        elif tried:  # without an attempt it is somebody else's, who runs its agent without a controller
-            logger.info("rollout %s was left running; it gets another attempt", rollout.rollout_id)
-            await _begin(controller, rollout.rollout_id, tried=tried)
+    for left in found:
+        runs = left.attempt is not None and left.attempt.ended_at is None
+        await controller.changed(**{"running" if runs else "waiting": 1} if runs or left.attempt is None else {})
+        _begin(controller, left.rollout.rollout_id, left.tried, left if left.attempt else None)
 
 
-async def _abandon(controller: _Controller, rollout_id: str) -> int:
-    """End attempts of a rollout that nobody runs; how many attempts it had."""
-    attempts = await _insist(controller, lambda: controller.client.attempts(rollout_id))
-    for attempt in attempts:
+async def _abandon(controller: _Controller, rollout_id: str) -> None:
+    """End attempts of a rollout whose token was lost on its way to this controller."""
+    for attempt in await controller.line.insist(lambda: controller.client.attempts(rollout_id)):
         if attempt.ended_at is None:
-            end = EndAttempt(Outcome.infrastructure_failed, reason="its controller is gone")
-            await _end_attempt(controller, rollout_id, attempt.attempt_id, end)
-    return len(attempts)
+            await controller.line.end_attempt(rollout_id, attempt.attempt_id, LOST)
 
 
-async def _begin(controller: _Controller, rollout_id: str, tried: int) -> None:
-    await controller.changed(waiting=1)
-    controller.tasks[rollout_id] = asyncio.create_task(_guarded(controller, rollout_id, tried))
+def _begin(controller: _Controller, rollout_id: str, tried: int, left: Left | None = None) -> None:
+    """Take a rollout. It was counted as waiting, or as running if it is left so."""
+    cut = asyncio.Event()
+    task = asyncio.create_task(_guarded(controller, rollout_id, tried, left))
+    controller.taken[rollout_id] = _Taken(task, cut)
+    if controller.stop.is_set():
+        cut.set()
 
 
-async def _guarded(controller: _Controller, rollout_id: str, tried: int) -> None:
+async def _guarded(controller: _Controller, rollout_id: str, tried: int, left: Left | None) -> None:
     try:
-        await _rollout(controller, rollout_id, tried)
+        await _rollout(controller, rollout_id, tried, left)
     except ApiError as error:  # it was deleted, or finished by somebody else, while it was run here
         logger.warning("rollout %s is given up: %s", rollout_id, error)
-        controller.starting.discard(rollout_id)
-        await controller.changed(given_up=1)
-        await _or_stop(controller, asyncio.sleep(LONGEST_PAUSE))  # the queue may list it for ever
-        await controller.changed(given_up=-1)
+        if rollout_id in controller.starting:
+            controller.starting.discard(rollout_id)
+            await controller.changed(given_up=1)
+            await controller.line.or_stop(asyncio.sleep(LONGEST_PAUSE))  # the queue may list it for ever
+            await controller.changed(given_up=-1)
     except Exception as error:
         logger.exception("rollout %s failed in the controller", rollout_id)
         with contextlib.suppress(ApiError):
-            await _fail(controller, rollout_id, f"the controller failed: {type(error).__name__}: {error}")
+            await controller.line.fail(rollout_id, f"the controller failed: {type(error).__name__}: {error}")
     finally:
         controller.starting.discard(rollout_id)
-        del controller.tasks[rollout_id]
+        del controller.taken[rollout_id]
         await controller.changed()
 
 
 # --- One rollout --------------------------------------------------------------------------------------------------
 
 
-async def _rollout(controller: _Controller, rollout_id: str, tried: int) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """An attempt whose agent has ended."""
+
+    rollout: Rollout
+    attempt: Attempt
+    ended: Ended
+    began: float
+    """When the agent was started or taken over (monotonic)."""
+    gateway: str
+    """The gateway's instance when the agent was started."""
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.attempt.attempt_id
+
+
+async def _rollout(controller: _Controller, rollout_id: str, tried: int, left: Left | None) -> None:
     """Attempts of a rollout until one is not an infrastructure failure; then its reward."""
-    pause = FIRST_PAUSE
+    pause, taken = FIRST_PAUSE, controller.taken[rollout_id]
     while True:
-        async with _slot(controller):
-            if controller.stop.is_set():
-                break
-            started = await _start_attempt(controller, rollout_id)
-            if started is None:
+        if left is not None:
+            run = await _go_on(controller, left)
+            left = None
+        else:
+            run = await _run_next(controller, rollout_id)
+            if run is None:
                 break
             tried += 1
-            began = time.monotonic()
-            _tell(controller, "started", started)
-            ended = await run_agent(controller.site, started, controller.stop)
         await controller.changed(grading=1)
         try:
-            if await _conclude(controller, started, ended, began, last=tried >= controller.config.agent.max_attempts):
-                _tell(controller, "finished", started)
+            if taken.withdrawn:
+                await _end_withdrawn(controller, run)
+                return
+            if await _conclude(controller, run, last=tried >= controller.config.agent.max_attempts):
+                _tell(controller, "finished", run.ids)
                 return
         finally:
             await controller.changed(grading=-1)
-        await _or_stop(controller, asyncio.sleep(pause))
+        await controller.line.or_stop(asyncio.sleep(pause))
         pause = min(2 * pause, LONGEST_PAUSE)
         await controller.changed(waiting=1)
     if tried:
-        await _fail(controller, rollout_id, STOPPED)
+        await controller.line.fail(rollout_id, STOPPED)
 
 
-async def _conclude(
-    controller: _Controller, started: StartedAttempt, ended: Ended, began: float, *, last: bool
-) -> bool:
+async def _run_next(controller: _Controller, rollout_id: str) -> _Run | None:
+    """The next attempt of a rollout that was counted as waiting; None at stop."""
+    async with _slot(controller):
+        if controller.stop.is_set():
+            return None
+        started = await _start_attempt(controller, rollout_id)
+        if started is None:
+            return None
+        began, gateway = time.monotonic(), controller.line.instance
+        _tell(controller, "started", (rollout_id, started.attempt.attempt_id))
+        ended = await run_agent(controller.site, started, controller.taken[rollout_id].cut)
+        return _Run(started.rollout, started.attempt, ended, began, gateway)
+
+
+async def _go_on(controller: _Controller, left: Left) -> _Run:
+    """What an earlier controller began. If its agent has not ended, it was counted as running."""
+    rollout, attempt, journal = left.rollout, left.attempt, left.journal
+    assert attempt is not None
+    gateway = journal.gateway if journal else controller.line.instance
+    if attempt.ended_at is None:
+        try:
+            cut = controller.taken[rollout.rollout_id].cut
+            ended = await go_on(controller.site, rollout, attempt, journal, cut)
+        finally:
+            await controller.changed(running=-1)
+        return _Run(rollout, attempt, ended, 0.0, gateway)
+    assert attempt.outcome is not None
+    directory = attempt_directory(controller.site.attempts, rollout.rollout_id, attempt.attempt_id)
+    timed_out = bool(journal and journal.exit and journal.exit.cut == "timeout")
+    ended = Ended(attempt.outcome, attempt.exit_code, attempt.reason, attempt.usage, directory, timed_out=timed_out)
+    return _Run(rollout, attempt, ended, 0.0, gateway)
+
+
+async def _conclude(controller: _Controller, run: _Run, *, last: bool) -> bool:
     """End an attempt whose agent has ended, and finish its rollout unless another attempt is due; whether it did."""
-    rollout_id, attempt_id = started.rollout.rollout_id, started.attempt.attempt_id
-    calls = await _insist(controller, lambda: controller.client.calls(rollout_id, attempt_id))
-    ended = _blame(controller, ended, calls, began)
-    end = EndAttempt(ended.outcome, ended.exit_code, ended.reason, ended.usage)
-    await _end_attempt(controller, rollout_id, attempt_id, end)
-    _tell(controller, "ended", started)
+    rollout_id, attempt_id = run.ids
+    calls = await controller.line.insist(lambda: controller.client.calls(rollout_id, attempt_id))
+    if run.attempt.ended_at is None:
+        ended = await _blame(controller, run, calls)
+        end = EndAttempt(ended.outcome, ended.exit_code, ended.reason, ended.usage)
+        await controller.line.end_attempt(rollout_id, attempt_id, end)
+        _tell(controller, "ended", run.ids)
+    else:
+        ended = run.ended
     if ended.outcome is not Outcome.infrastructure_failed:
-        await _settle(controller, started, ended, calls)
+        await _settle(controller, run, ended, calls)
+        controller.control.forget(*run.ids)
         return True
     logger.warning("attempt %s of rollout %s: %s", attempt_id, rollout_id, ended.reason)
     if last or ended.final:
-        await _fail(controller, rollout_id, ended.reason or "infrastructure failure")
-        return True
-    return False
+        await controller.line.fail(rollout_id, ended.reason or "infrastructure failure")
+    controller.control.forget(*run.ids)
+    return last or ended.final
+
+
+async def _end_withdrawn(controller: _Controller, run: _Run) -> None:
+    """End the attempt of a rollout that somebody finished or deleted."""
+    logger.info("attempt %s of rollout %s was ended: %s", *reversed(run.ids), WITHDRAWN)
+    end = EndAttempt(Outcome.infrastructure_failed, run.ended.exit_code, WITHDRAWN, run.ended.usage)
+    try:
+        await controller.line.end_attempt(*run.ids, end)
+    except ApiError as error:
+        if error.status != 404:  # 404: it was deleted
+            raise
+    controller.control.forget(*run.ids)
+    _tell(controller, "ended", run.ids)
 
 
 @contextlib.asynccontextmanager
@@ -302,26 +386,27 @@ async def _slot(controller: _Controller) -> AsyncIterator[None]:
 
 async def _start_attempt(controller: _Controller, rollout_id: str) -> StartedAttempt | None:
     """A new attempt; None at stop. An attempt whose token was lost with the answer is ended and another started."""
-    pause = FIRST_PAUSE
+    line, pause = controller.line, FIRST_PAUSE
     while not controller.stop.is_set():
         try:
-            async with controller.requests:
+            async with line.requests:
                 started = await controller.client.start_attempt(rollout_id)
             controller.starting.discard(rollout_id)
             await controller.changed()
             return started
         except ApiError as error:
-            if not _note_away(controller, error):
+            if not line.note_away(error):
                 raise
             logger.warning("the gateway is away (%s); starting rollout %s again in %.1f s", error, rollout_id, pause)
-        await _or_stop(controller, asyncio.sleep(pause))
+        await line.or_stop(asyncio.sleep(pause))
         pause = min(2 * pause, LONGEST_PAUSE)
         await _abandon(controller, rollout_id)
     return None
 
 
-def _blame(controller: _Controller, ended: Ended, calls: Sequence[Call], began: float) -> Ended:
+async def _blame(controller: _Controller, run: _Run, calls: Sequence[Call]) -> Ended:
     """Find the infrastructure behind an agent's end: an engine that failed its last call, a gateway that was away."""
+    ended = run.ended
     if ended.outcome is Outcome.infrastructure_failed:
         return ended
     last = calls[-1] if calls else None
@@ -329,7 +414,7 @@ def _blame(controller: _Controller, ended: Ended, calls: Sequence[Call], began: 
     if last is not None and last.status == "error" and not 400 <= last.http_status < 500:
         said = (last.error or {}).get("message") or last.error
         why = f"the engine failed the agent's last call ({last.http_status}: {said})"
-    elif ended.outcome is Outcome.agent_failed and controller.away_at >= began:
+    elif ended.outcome is Outcome.agent_failed and await _was_away(controller, run):
         why = "the gateway was away while the agent ran"
     if why is None:
         return ended
@@ -337,51 +422,91 @@ def _blame(controller: _Controller, ended: Ended, calls: Sequence[Call], began: 
     return replace(ended, outcome=Outcome.infrastructure_failed, reason=reason)
 
 
-async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended, calls: Sequence[Call]) -> None:
+async def _was_away(controller: _Controller, run: _Run) -> bool:
+    """Whether the gateway was found away since the agent was started, or is another process than then."""
+    if controller.line.away_at >= run.began:
+        return True
+    return await controller.line.current_instance() != run.gateway
+
+
+async def _settle(controller: _Controller, run: _Run, ended: Ended, calls: Sequence[Call]) -> None:
     """Find the reward of an ended attempt and finish its rollout."""
-    rollout_id, attempt_id = started.rollout.rollout_id, started.attempt.attempt_id
+    rollout_id, line = run.ids[0], controller.line
     try:
-        verdict = await _audited(controller, rollout_id, attempt_id, calls)
-        if controller.config.reward.from_ == "agent":
-            if not controller.said_agents_grade:
-                controller.said_agents_grade = True
-                logger.warning(
-                    "reward.from = 'agent': rewards are what agents post, and anything in an agent's process can post one"
-                )
-            events = await _insist(controller, lambda: controller.client.events(rollout_id, attempt_id, "reward"))
-            data: Json = {"value": posted_grade(events).reward}
-            if verdict.rules("zero"):  # the last reward of an attempt counts
-                reward = NewEvent("reward", verdict.reward(data))
-                await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, reward))
-        else:
-            grading = controller.graders.grade(
-                started.rollout.input,
-                transcript(calls),
-                ended.directory / "work",
-                ended.exit_code,
-                label=f"rollout {rollout_id} attempt {attempt_id}",
-            )
-            grade = await _or_stop(controller, grading, late=controller.config.agent.grace_seconds)
-            if grade is None:
-                raise GradeError(f"{STOPPED} before the grader answered")
-            data = {"value": grade.reward, "source": "grader"}
-            if grade.metrics:
-                data["metrics"] = grade.metrics
-            reward = NewEvent("reward", verdict.reward(data))
-            await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, reward))
+        # The controller that ended the attempt may have posted its reward too.
+        if run.attempt.ended_at is None or not await _posted(controller, run):
+            verdict = await _audited(controller, run, calls)
+            data = await _reward(controller, run, ended, calls)
+            # An agent's own is there already; the last reward of an attempt counts.
+            if data["source"] != "agent" or verdict.rules("zero"):
+                await _post(controller, run, verdict.reward(data))
     except GradeError as error:
         logger.warning("rollout %s has no reward: %s", rollout_id, error)
-        await _fail(controller, rollout_id, str(error))
+        await line.fail(rollout_id, str(error))
         return
     change = StatusChange(state=RolloutState.succeeded, error_message=ended.reason)
-    await _insist(controller, lambda: controller.client.change_rollout(rollout_id, change))
+    await line.insist(lambda: controller.client.change_rollout(rollout_id, change))
 
 
-async def _audited(controller: _Controller, rollout_id: str, attempt_id: str, calls: Sequence[Call]) -> Verdict:
+async def _reward(controller: _Controller, run: _Run, ended: Ended, calls: Sequence[Call]) -> Json:
+    """The data of an ended attempt's reward event: its `value`, and its `source`. Raises `GradeError`."""
+    agent, line = controller.config.agent, controller.line
+    if ended.outcome is Outcome.agent_failed:
+        option = "agent.on_timeout" if ended.timed_out else "agent.on_failure"
+        policy = agent.on_timeout if ended.timed_out else agent.on_failure
+        if policy == "drop":
+            raise GradeError(f"{ended.reason}\n(dropped: {option} = 'drop')")
+        if policy == "zero":
+            return {"value": 0.0, "source": "controller", "reason": f"{option} = 'zero'"}
+    if controller.config.reward.from_ == "agent":
+        if not controller.said_agents_grade:
+            controller.said_agents_grade = True
+            logger.warning(
+                "reward.from = 'agent': rewards are what agents post, and anything in an agent's process can post one"
+            )
+        events = await line.insist(lambda: controller.client.events(*run.ids, "reward"))
+        return {"value": posted_grade(events).reward, "source": "agent"}
+    grading = controller.graders.grade(
+        run.rollout.input,
+        transcript(calls),
+        ended.directory / "work",
+        ended.exit_code,
+        label="rollout {} attempt {}".format(*run.ids),
+    )
+    grade = await line.or_stop(grading, late=agent.grace_seconds)
+    if grade is None:
+        raise GradeError(f"{STOPPED} before the grader answered")
+    data: Json = {"value": grade.reward, "source": "grader"}
+    if grade.metrics:
+        data["metrics"] = grade.metrics
+    return data
+
+
+async def _post(controller: _Controller, run: _Run, data: Json) -> None:
+    """Post a reward, once: if the answer is lost, it is looked up whether the reward arrived."""
+    tried = False
+
+    async def post() -> Event | bool:
+        nonlocal tried
+        if tried and await _posted(controller, run):
+            return True
+        tried = True
+        return await controller.client.add_event(*run.ids, NewEvent("reward", data))
+
+    await controller.line.insist(post)
+
+
+async def _posted(controller: _Controller, run: _Run) -> bool:
+    """Whether a controller has posted the attempt's reward."""
+    events = await controller.client.events(*run.ids, "reward")
+    return any(event.data.get("source") in ("grader", "controller", "audit") for event in events)
+
+
+async def _audited(controller: _Controller, run: _Run, calls: Sequence[Call]) -> Verdict:
     """What an attempt tried, recorded. Raises `GradeError` where the run file has it dropped for that."""
     verdict = await asyncio.to_thread(controller.auditor.judge, calls)
     for event in verdict.events():
-        await _insist(controller, lambda: controller.client.add_event(rollout_id, attempt_id, event))  # noqa: B023
+        await controller.line.insist(lambda: controller.client.add_event(*run.ids, event))  # noqa: B023
     if verdict.dropped is not None:
         raise GradeError(verdict.dropped)
     return verdict
@@ -396,72 +521,34 @@ def transcript(calls: Sequence[Call]) -> list[Json]:
     return [*messages_of({call.number: call for call in calls}, last), last.reply]
 
 
-async def _end_attempt(controller: _Controller, rollout_id: str, attempt_id: str, end: EndAttempt) -> None:
-    try:
-        await _insist(controller, lambda: controller.client.end_attempt(rollout_id, attempt_id, end))
-    except ApiError as error:
-        if error.status != 409:  # 409: ended already, by a request whose answer was lost
-            raise
+# --- Beside the loop ----------------------------------------------------------------------------------------------
 
 
-async def _fail(controller: _Controller, rollout_id: str, why: str) -> None:
-    change = StatusChange(state=RolloutState.failed, error_message=why)
-    await _insist(controller, lambda: controller.client.change_rollout(rollout_id, change))
-
-
-# --- Waiting ------------------------------------------------------------------------------------------------------
-
-
-async def _insist(controller: _Controller, ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask the gateway until it answers. Once the controller is to stop, a gateway that is away is an error."""
-    pause = FIRST_PAUSE
-    while True:
-        try:
-            async with controller.requests:
-                answer = await _or_stop(controller, ask(), late=STOP_SECONDS)
-            if answer is None:  # which no request answers
-                raise ApiError(0, f"{STOPPED} before the gateway answered")
-            return answer
-        except ApiError as error:
-            if not _note_away(controller, error) or controller.stop.is_set():
-                raise
-            logger.warning("the gateway is away (%s); asking again in %.1f s", error, pause)
-        await _or_stop(controller, asyncio.sleep(pause))
-        pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _note_away(controller: _Controller, error: ApiError) -> bool:
-    """Whether an error says that the gateway cannot be reached or is broken; remembers when."""
-    away = error.status == 0 or error.status >= 500
-    if away:
-        controller.away_at = time.monotonic()
-    return away
-
-
-async def _or_stop(controller: _Controller, work: Awaitable[T], late: float = 0.0) -> T | None:
-    """The result of `work`, or None if the controller is to stop and `late` seconds later there is none; cancels it."""
-    task = asyncio.ensure_future(work)
-    stopping = asyncio.create_task(controller.stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and late:
-            await asyncio.wait({task}, timeout=late)
-        return task.result() if task.done() else None
-    finally:
-        stopping.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-def _tell(controller: _Controller, what: Literal["started", "ended", "finished"], started: StartedAttempt) -> None:
-    ids = started.rollout.rollout_id, started.attempt.attempt_id
+def _tell(controller: _Controller, what: Literal["started", "ended", "finished"], ids: tuple[str, str]) -> None:
     controller.tell(Change(what, *ids, controller.running, controller.grading))
 
 
-async def _wake_at_stop(controller: _Controller) -> None:
+async def _cut_at_stop(controller: _Controller) -> None:
     await controller.stop.wait()
+    for taken in controller.taken.values():
+        taken.cut.set()
     await controller.changed()
+
+
+async def _watch_withdrawn(controller: _Controller) -> None:
+    """Have the agents of rollouts end that somebody finishes or deletes."""
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            for rollout_id in await controller.line.withdrawn(lambda: list(controller.taken), POLL_SECONDS):
+                if taken := controller.taken.get(rollout_id):
+                    taken.withdrawn = True
+                    taken.cut.set()
+            pause = FIRST_PAUSE
+        except ApiError as error:
+            controller.line.note_away(error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
 
 async def _warm(controller: _Controller, launcher: Launcher) -> None:
@@ -483,13 +570,14 @@ async def _watch_gateway(controller: _Controller) -> None:
                 raise ApiError(0, "no answer")
             still = (await controller.client.gate()).paused
         except ApiError as error:
-            still = _note_away(controller, error)
+            still = controller.line.note_away(error)
         await asyncio.sleep(GATE_SECONDS)
         if still:
-            controller.held += time.monotonic() - began
+            controller.control.add_held(time.monotonic() - began)
 
 
 async def _finish_all(controller: _Controller) -> None:
     """After stop: agents are being ended and grades get their grace; what is left then is cut off."""
-    if controller.tasks:
-        await asyncio.wait(controller.tasks.values(), timeout=2 * controller.config.agent.grace_seconds + 15.0)
+    tasks = [taken.task for taken in controller.taken.values()]
+    if tasks:
+        await asyncio.wait(tasks, timeout=2 * controller.config.agent.grace_seconds + 15.0)

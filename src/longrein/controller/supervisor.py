@@ -7,15 +7,23 @@ the attempt is gone:
     controller ─ launcher (imports agent.preload once)
                    └ supervisor of an attempt (subreaper: orphans of the agent come to it) ─ agent ─ whatever it starts
 
-A supervisor talks to the controller alone. So the death of the launcher ends no running agent, and the death of the
-controller, which closes the sockets, ends all of them. Being the subreaper, the supervisor also finds processes that
-left the agent's process group and session by a double fork.
+A supervisor talks to the controller alone, so the death of the launcher ends no running agent. Being the subreaper, the
+supervisor also finds processes that left the agent's process group and session by a double fork. An agent whose
+supervisor is killed is killed with it.
+
+When the controller is gone without a word, the supervisor of an attempt that has a *journal* watches on and listens at a
+socket beside it for the next controller, for so many seconds; then it ends the agent. Without a journal it ends the agent
+at once. The journal is a file of JSON lines, `CONTROL/NAME.jsonl`, and says what somebody who finds it has to know: first
+the note of the request and the supervisor's process, then the agent's process, then how the agent ended. A process is
+told by its number and its start time, since numbers are used again.
 
 Messages are lines of JSON. Request: `{"program": [kind, target, arguments], "environment", "directory", "stdout",
 "stderr", "limits"}`, kind `exec` (any command) or, in an interpreter with preloaded modules, `script`, `module` or
-`code` (what `python FILE`, `python -m MODULE` and `python -c CODE` run). Answers: `{"pid"}` once the agent runs, or
-`{"error"}`; then `{"exit_code", "wall_seconds", "cpu_seconds", "max_rss_bytes"}` when all is gone. The controller may
-send `{"end": grace_seconds}`: SIGTERM to all processes of the attempt, SIGKILL to what is left after the grace.
+`code` (what `python FILE`, `python -m MODULE` and `python -c CODE` run), and for a journal `{"control": {"folder", "name",
+"controller", "seconds", "note"}}`. Answers: `{"pid", "watched_seconds"}` once the agent runs and to every controller that
+connects later, or `{"error"}`; then `{"exit_code", "wall_seconds", "cpu_seconds", "max_rss_bytes", "cut"}` when all is
+gone. The controller may send `{"end": grace_seconds, "why"}`: SIGTERM to all processes of the attempt, SIGKILL to what is
+left after the grace. `cut` is the `why` of what ended the agent, `abandoned` if nobody came, null if it ended by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +48,7 @@ import threading
 import time
 import types
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 UNKILLABLE_SECONDS = 10.0
 
@@ -146,24 +155,38 @@ def open_sockets() -> set[int]:
 def supervise(channel: socket.socket, wake: int) -> dict | None:
     """Start one agent and stay until nothing of it is left. Returns only in a preloaded agent: its request."""
     line = b""
-    while not line.endswith(b"\n"):
+    while b"\n" not in line:
         piece = channel.recv(65536)
         if not piece:
             os._exit(0)
         line += piece
+    line, _, rest = line.partition(b"\n")
+    if rest:  # it was to end before it began
+        os._exit(0)
     request = json.loads(line)
+    control = request.get("control")
     become_subreaper()
     os.close(wake)
     wake = child_signals()
+    try:
+        listener, journal = begin_journal(control) if control else (None, None)
+    except OSError as error:
+        send(channel, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(0)
     failed, failing = os.pipe()
     started = time.monotonic()
+    supervisor = os.getpid()
     agent = os.fork()
     if agent == 0:
         try:
             channel.close()
+            if listener is not None and journal is not None:
+                listener.close()
+                os.close(journal)
             os.close(wake)
             reset_signals()
             enter(request)
+            end_with(supervisor)
             if request["program"][0] == "exec":
                 execute(request)
             os.close(failed)
@@ -173,14 +196,18 @@ def supervise(channel: socket.socket, wake: int) -> dict | None:
             os.write(failing, f"{type(error).__name__}: {error}".encode())
             os._exit(127)
     os.close(failing)
+    if journal is not None:
+        write_line(journal, {"agent": identity(agent)})
     problem = b"".join(iter(lambda: os.read(failed, 4096), b""))
     os.close(failed)
     if problem:
         os.waitpid(agent, 0)
+        if control:
+            remove_journal(control)
         send(channel, {"error": problem.decode(errors="replace")})
         os._exit(0)
-    send(channel, {"pid": agent})
-    status = watch(channel, agent, wake)
+    controller = Controller(channel, listener, control["seconds"] if control else 0.0, agent)
+    status, cut = watch(controller, agent, wake)
     ended = time.monotonic()
     end_all(wake)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -189,37 +216,153 @@ def supervise(channel: socket.socket, wake: int) -> dict | None:
         "wall_seconds": ended - started,
         "cpu_seconds": used.ru_utime + used.ru_stime,
         "max_rss_bytes": used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "cut": cut,
     }
-    send(channel, report)
+    if journal is not None:  # before it is told: the one who hears it may die of it
+        write_line(journal, {"exit": report})
+    if controller.channel is not None:
+        send(controller.channel, report)
     os._exit(0)
 
 
-def watch(channel: socket.socket, agent: int, wake: int) -> int:
-    """Wait until the agent's main process has ended; its wait status."""
+class Controller:
+    """The other end: the socket that a controller holds, if one does, and the one at which the next one calls."""
+
+    def __init__(self, channel: socket.socket, listener: socket.socket | None, seconds: float, agent: int) -> None:
+        self.channel: socket.socket | None = channel
+        self.listener = listener
+        self.seconds = seconds
+        self.agent = agent
+        self.since = time.monotonic()
+        self.watched = 0.0
+        self.unread = b""
+        send(channel, {"pid": agent, "watched_seconds": 0.0})
+
+    def sockets(self) -> list[socket.socket]:
+        return [each for each in (self.channel, self.listener) if each is not None]
+
+    def gone_at(self) -> float | None:
+        """When no controller is waited for any longer; None while there is one."""
+        return None if self.channel is not None else self.since + self.seconds
+
+    def hear(self, ready: list) -> list[dict]:
+        """What a controller says, of the sockets that are ready; one that calls takes the place of the one before."""
+        if self.listener in ready:
+            with contextlib.suppress(OSError):
+                channel, _ = self.listener.accept()  # type: ignore[union-attr]
+                self.lose()
+                self.channel, self.unread, self.since = channel, b"", time.monotonic()
+                send(channel, {"pid": self.agent, "watched_seconds": self.watched})
+            return []
+        if self.channel is None or self.channel not in ready:
+            return []
+        try:
+            piece = self.channel.recv(65536)
+        except OSError:
+            piece = b""
+        if not piece:
+            self.lose()
+            return []
+        *lines, self.unread = (self.unread + piece).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def lose(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+            self.watched += time.monotonic() - self.since
+            self.since = time.monotonic()
+
+
+def watch(controller: Controller, agent: int, wake: int) -> tuple[int, str | None]:
+    """Wait until the agent's main process has ended; its wait status and what cut it short."""
     kill_at: float | None = None
-    listening = True
+    cut: str | None = None
     while True:
-        wait = None if kill_at is None else max(0.0, kill_at - time.monotonic())
-        ready, _, _ = select.select([channel, wake] if listening else [wake], [], [], wait)
+        next_at = kill_at if kill_at is not None else controller.gone_at()
+        wait = None if next_at is None else max(0.0, next_at - time.monotonic())
+        ready, _, _ = select.select([*controller.sockets(), wake], [], [], wait)
         if wake in ready:
             os.read(wake, 4096)
             for pid, status in reap():
                 if pid == agent:
-                    return status
-        if listening and channel in ready:
-            try:
-                message = channel.recv(4096)
-            except OSError:
-                message = b""
-            if message:
-                signal_all(signal.SIGTERM)
-                kill_at = time.monotonic() + json.loads(message.splitlines()[0])["end"]
-            else:  # the controller is gone
-                listening = False
-                kill_at = time.monotonic()
+                    return status, cut
+        for message in controller.hear(ready):
+            signal_all(signal.SIGTERM)
+            cut = cut or message["why"]
+            end_at = time.monotonic() + message["end"]
+            kill_at = end_at if kill_at is None else min(kill_at, end_at)
+        gone_at = controller.gone_at()
+        if kill_at is None and gone_at is not None and time.monotonic() >= gone_at:
+            cut, kill_at = "abandoned", time.monotonic()
         if kill_at is not None and time.monotonic() >= kill_at:
             signal_all(signal.SIGKILL)
             kill_at = time.monotonic() + 0.05
+
+
+def begin_journal(control: dict) -> tuple[socket.socket, int]:
+    """The socket at which the next controller calls, and the journal with its first line.
+
+    Does not return if another controller has taken over meanwhile. It names itself first and reads the journals then;
+    here the journal is written first and the name read then: so one of the two sees the other, and no agent is started
+    that nobody knows of.
+    """
+    os.chdir(control["folder"])  # a socket's path may have some hundred characters only
+    remove_journal(control)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    listener.bind(f"{control['name']}.sock")
+    listener.listen(4)
+    journal = os.open(f"{control['name']}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    write_line(journal, {**control["note"], "boot": boot(), "supervisor": identity(os.getpid()), "began": time.time()})
+    with open("controller") as file:
+        current = file.read()
+    if current != control["controller"]:
+        remove_journal(control)
+        os._exit(0)
+    return listener, journal
+
+
+def remove_journal(control: dict) -> None:
+    for ending in ("sock", "jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(control["folder"], f"{control['name']}.{ending}"))
+
+
+def write_line(journal: int, line: dict) -> None:
+    with contextlib.suppress(OSError):  # a full disk costs the next controller this attempt, and this one nothing
+        os.write(journal, json.dumps(line).encode() + b"\n")
+
+
+def identity(pid: int) -> list:
+    """A process' number and start time, which no other process has."""
+    return [pid, start_time(pid)]
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did (elsewhere than on Linux in ms); None: there is none."""
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            return round(psutil.Process(pid).create_time() * 1000)
+        except psutil.Error:
+            return None
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # the name before it may hold anything
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def boot() -> str:
+    """Names this start of the machine, since start times count from it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def end_all(wake: int) -> None:
@@ -294,6 +437,14 @@ def kill(pid: int, number: int) -> None:
 def become_subreaper() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with(supervisor: int) -> None:
+    """Have this process, the agent, killed when its supervisor dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(127)
 
 
 def child_signals() -> int:

@@ -23,6 +23,7 @@ from longrein.records import Usage
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 PRELOAD_SECONDS = 300.0
 LIMITS = {"CORE": 0}
+LAUNCHER_MARK = "LONGREIN_LAUNCHER"  # in the environment of the launcher and its forks, as the system shows it
 
 
 class StartError(ConfigError):
@@ -61,31 +62,47 @@ def preloaded_program(command: Sequence[str]) -> Program:
 
 @dataclass(frozen=True)
 class Exit:
-    """How an agent ended. `code` is negative for a signal. Usage is that of all its processes."""
+    """How an agent ended. `code` is negative for a signal. Usage is that of all its processes. `cut` says what ended it: the
+    `why` of `Process.end`, `abandoned` when no controller came, None if it ended by itself."""
 
     code: int
     usage: Usage
+    cut: str | None
+
+
+def exit_of(report: dict[str, Any]) -> Exit:
+    """A supervisor's report."""
+    usage = Usage(report["wall_seconds"], report["cpu_seconds"], report["max_rss_bytes"])
+    return Exit(report["exit_code"], usage, report["cut"])
 
 
 class Process:
     """A started agent."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, watched_seconds: float = 0.0
+    ) -> None:
         self.pid = pid
+        self.watched_seconds = watched_seconds
+        """Seconds that the agent had run under earlier controllers when this one took it over."""
         self._reader = reader
         self._writer = writer
+        self._running = True
 
     async def wait(self) -> Exit:
         """Wait until every process of the agent is gone. Raises `InfrastructureError` when its supervisor died."""
-        report = await _message(self._reader)
-        return Exit(report["exit_code"], Usage(report["wall_seconds"], report["cpu_seconds"], report["max_rss_bytes"]))
+        ended = exit_of(await hear(self._reader))
+        self._running = False
+        return ended
 
-    def end(self, grace_seconds: float) -> None:
+    def end(self, grace_seconds: float, why: str) -> None:
         """Ask all processes of the agent to end, and kill those that are left after the grace; `wait` for it."""
-        self._writer.write(json.dumps({"end": grace_seconds}).encode() + b"\n")
+        _end(self._writer, grace_seconds, why)
 
     def close(self) -> None:
         """Let go of the agent; kills what still runs of it."""
+        if self._running:
+            self.end(0.0, "stop")  # a supervisor that hears nothing more waits for the next controller
         self._writer.close()
 
 
@@ -127,7 +144,7 @@ class Launcher:
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        env=self._environment,
+                        env={**self._environment, LAUNCHER_MARK: str(self._log)},
                         pass_fds=[theirs.fileno()],
                         start_new_session=True,
                     )
@@ -147,10 +164,18 @@ class Launcher:
                 raise InfrastructureError(f"the launcher did not start; its log is {self._log}")
 
     async def spawn(
-        self, program: Program, *, environment: Mapping[str, str], directory: Path, stdout: Path, stderr: Path
+        self,
+        program: Program,
+        *,
+        environment: Mapping[str, str],
+        directory: Path,
+        stdout: Path,
+        stderr: Path,
+        control: dict[str, Any] | None = None,
     ) -> Process:
         """Start a program in its own session, with exactly this environment.
 
+        `control` (`adoption.Control.request`) has the agent outlive this process.
         Raises `InfrastructureError` when it could not be started, `StartError` for modules that cannot be preloaded.
         """
         await self.start()
@@ -171,10 +196,13 @@ class Launcher:
             "stderr": str(stderr),
             "limits": LIMITS,
         }
+        if control is not None:
+            request["control"] = control
         try:
             writer.write(json.dumps(request).encode() + b"\n")
-            answer = await _message(reader)
+            answer = await hear(reader)
         except BaseException:
+            _end(writer, 0.0, "stop")
             writer.close()
             raise
         if "error" in answer:
@@ -225,12 +253,17 @@ async def _first_line(channel: socket.socket) -> dict[str, Any]:
     return json.loads(line)
 
 
-async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
+def _end(writer: asyncio.StreamWriter, grace_seconds: float, why: str) -> None:
+    writer.write(json.dumps({"end": grace_seconds, "why": why}).encode() + b"\n")
+
+
+async def hear(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """A supervisor's next message. Raises `InfrastructureError` when there is none."""
     try:
         line = await reader.readline()
     except ConnectionError:
         line = b""
-    if not line:
+    if not line.endswith(b"\n"):
         raise InfrastructureError("the agent's supervisor was killed")
     return json.loads(line)
 

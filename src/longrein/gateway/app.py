@@ -26,6 +26,7 @@ from longrein.gateway.events import events_of
 from longrein.gateway.openapi import document
 from longrein.gateway.operations import ATTEMPT_PREFIX, LONGEST_WAIT
 from longrein.records import (
+    TERMINAL,
     EndAttempt,
     Event,
     ModelEndpoint,
@@ -39,12 +40,13 @@ from longrein.records import (
     RolloutState,
     RolloutStatus,
     StartedAttempt,
+    WithdrawnPage,
     now,
 )
 from longrein.store import Conflict, NotFound, StoreError
 
 if TYPE_CHECKING:
-    from longrein.gateway.serve import Gateway
+    from longrein.gateway.serve import Changes, Gateway
 
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/api/rollouts", _list_rollouts, methods=["GET"]),
         Route("/api/rollouts", _add_rollouts, methods=["POST"]),
         Route("/api/rollouts/terminal", _terminal),
+        Route("/api/rollouts/withdrawn", _withdrawn),
         Route("/api/rollouts/{rollout_id}", _get_rollout, methods=["GET"]),
         Route("/api/rollouts/{rollout_id}", _change_rollout, methods=["PATCH"]),
         Route("/api/rollouts/{rollout_id}", _delete_rollout, methods=["DELETE"]),
@@ -115,6 +118,7 @@ async def _add_rollouts(request: Request) -> Response:
     gateway = _administered(request)
     rollouts = [_rollout_of(new) for new in await _body(request, list[NewRollout])]
     added = await gateway.store.add_rollouts(rollouts)
+    gateway.queue_clock.add(added)
     gateway.changes.tell()
     return _answer(added, 201)
 
@@ -155,6 +159,19 @@ async def _terminal(request: Request) -> Response:
     )
 
 
+async def _withdrawn(request: Request) -> Response:
+    gateway = _administered(request)
+    query = _query(request, {"instance", "after", "wait"})
+    instance, after, wait = query.get("instance", ""), _whole(query, "after", 0, least=0), _seconds(query)
+
+    def read() -> WithdrawnPage:
+        return gateway.withdrawals.page(instance, after)
+
+    return _answer(
+        await _poll(request, wait, read, lambda page: len(page.items) + (not page.complete), gateway.withdrawn)
+    )
+
+
 async def _get_rollout(request: Request) -> Response:
     gateway = _administered(request)
     rollout = _known_rollout(request)
@@ -164,14 +181,21 @@ async def _get_rollout(request: Request) -> Response:
 async def _change_rollout(request: Request) -> Response:
     gateway = _administered(request)
     change = await _body(request, RolloutChange)
-    changed = await gateway.store.change_rollout(request.path_params["rollout_id"], change.status)
+    rollout_id = request.path_params["rollout_id"]
+    changed = await gateway.store.change_rollout(rollout_id, change.status)
+    if change.status.state in TERMINAL and any(a.ended_at is None for a in gateway.store.attempts(rollout_id)):
+        gateway.withdraw(rollout_id)
     gateway.changes.tell()
     return _answer(changed)
 
 
 async def _delete_rollout(request: Request) -> Response:
     gateway = _administered(request)
-    await gateway.store.delete_rollout(request.path_params["rollout_id"])
+    rollout_id = request.path_params["rollout_id"]
+    runs = any(attempt.ended_at is None for attempt in gateway.store.attempts(rollout_id))
+    await gateway.store.delete_rollout(rollout_id)
+    if runs:
+        gateway.withdraw(rollout_id)
     gateway.changes.tell()
     return Response(status_code=204)
 
@@ -453,9 +477,11 @@ def _seconds(query: dict[str, str]) -> float:
     return seconds
 
 
-async def _poll(request: Request, wait: float, read: Callable[[], T], full: Callable[[T], int]) -> T:
+async def _poll(
+    request: Request, wait: float, read: Callable[[], T], full: Callable[[T], int], changes: Changes | None = None
+) -> T:
     """What `read` gives as soon as it is `full`; what it gives after `wait` seconds, or when nobody waits any more."""
-    changes = _gateway(request).changes
+    changes = changes or _gateway(request).changes
     end = asyncio.get_running_loop().time() + wait
     gone = asyncio.ensure_future(disconnected(request.receive)) if wait else None
     try:

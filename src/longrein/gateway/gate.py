@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal
@@ -76,6 +77,10 @@ class Gate:
         self._waiting_count = 0
         self._pause: PauseRequest | None = None
         self._closed = False
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._paused_at = 0.0
+        self._paused_seconds = 0.0
         self._expiry: asyncio.TimerHandle | None = None
         """Refuses calls that have been held too long."""
 
@@ -83,20 +88,36 @@ class Gate:
 
     def pause(self, request: PauseRequest) -> GateState:
         """Let no further call through. Calls that are through already go on; `inflight` counts them."""
+        if self._pause is None:
+            self._paused_at = time.monotonic()
         self._pause = request
+        self._opened.clear()
         self._hold(list(self._all_waiting()))
         return self.state()
 
     def resume(self) -> GateState:
         """Open the gate; held calls go on."""
+        if self._pause is not None:
+            self._paused_seconds += time.monotonic() - self._paused_at
         self._pause = None
+        self._opened.set()
         # Not at once: a gate that is paused again before anything else happens lets nobody through.
         asyncio.get_running_loop().call_soon(self._open)
         return self.state()
 
+    def open_seconds(self) -> float:
+        """A clock that stands still while the gate is paused."""
+        now = time.monotonic() if self._pause is None else self._paused_at
+        return now - self._paused_seconds
+
+    async def opened(self) -> None:
+        """Wait until the gate is open."""
+        await self._opened.wait()
+
     def close(self) -> None:
         """The gateway is going down: calls that wait are answered now, with 503, and no further one is let through."""
         self._closed = True
+        self._opened.set()
         for passage in list(self._all_waiting()):
             self._refuse(passage, _shutting_down())
 

@@ -27,6 +27,8 @@ from longrein.gateway.bounds import BoundedProtocol, Workers
 from longrein.gateway.budget import Budgets
 from longrein.gateway.engines.client import engine_client
 from longrein.gateway.gate import Gate
+from longrein.gateway.queueing import QueueClock
+from longrein.gateway.withdrawals import Withdrawals
 from longrein.records import Mode, ModelEndpoint, Rollout
 from longrein.store import Store, store_url
 
@@ -90,11 +92,22 @@ class Gateway:
     """For engines that take token ids."""
     changes: Changes = field(default_factory=Changes)
     workers: Workers = field(default_factory=Workers)
+    withdrawals: Withdrawals = field(default_factory=Withdrawals)
+    withdrawn: Changes = field(default_factory=Changes)
+    queue_clock: QueueClock = field(init=False)
     calls: Calls = field(init=False)
     engine: TokensEngine | None = None
     """What samples at the registered endpoints; None where nothing does."""
     model: TextModel | None = None
     """What prompts are rendered and measured by, where they are."""
+
+    def __post_init__(self) -> None:
+        self.queue_clock = QueueClock(self.store, self.gate, self.config.agent.queue_seconds, self.changes.tell)
+
+    def withdraw(self, rollout_id: str) -> None:
+        """Have whoever runs the rollout's agent stop it."""
+        self.withdrawals.add(rollout_id)
+        self.withdrawn.tell()
 
     async def answer(self, http: Request, dialect: str, rollout: Rollout, attempt_id: str, mode: Mode) -> Response:
         """Answer one model request of an attempt."""
@@ -230,7 +243,7 @@ async def serve(config: Config) -> None:
     """
     note = config.run.path / "gateway.json"
     _refuse_second(note)
-    listener = listen(config.gateway.host, config.gateway.port)
+    listener = _listen_again(config, note)
     host = f"[{config.gateway.host}]" if ":" in config.gateway.host else config.gateway.host
     url = f"http://{host}:{listener.getsockname()[1]}"
     gateway = open_gateway(config)
@@ -283,6 +296,7 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self._gateway.register()
         await super().startup(sockets)
+        self._queue_clock = asyncio.create_task(self._gateway.queue_clock.run())
         if self._note is not None:
             part = self._note.with_suffix(".part")
             part.write_bytes(msgspec.json.encode({"url": self._url, "pid": os.getpid()}))
@@ -290,7 +304,9 @@ class GatewayServer(uvicorn.Server):
         print(f"longrein gateway: {self._url}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._queue_clock.cancel()
         self._gateway.changes.end()
+        self._gateway.withdrawn.end()
         self._gateway.gate.close()
         await super().shutdown(sockets)
         # uvicorn does not wait for the requests that it has cancelled; their calls are still to be recorded.
@@ -327,6 +343,17 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error}") from None
     return listener
+
+
+def _listen_again(config: Config, note: Path) -> socket.socket:
+    """Listen at the configured address; where the port is free to choose, at the one of a gateway of this run that was
+    killed, if it is free: its agents and their controller still ask there."""
+    if not config.gateway.port and note.is_file():
+        with suppress(ConfigError, httpx.InvalidURL, msgspec.DecodeError, KeyError, TypeError):
+            former = httpx.URL(msgspec.json.decode(note.read_bytes())["url"])
+            if former.host == config.gateway.host and former.port:
+                return listen(config.gateway.host, former.port)
+    return listen(config.gateway.host, config.gateway.port)
 
 
 def _refuse_second(note: Path) -> None:
