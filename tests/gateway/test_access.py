@@ -120,6 +120,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("PATCH", "/api/rollouts/{rollout_id}"): {"status": {"state": "succeeded"}},
     ("PATCH", "/api/rollouts/{rollout_id}/attempts/{attempt_id}"): {"outcome": "succeeded"},
     ("POST", "/api/models"): [{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}],
+    ("POST", "/api/store/prune"): {"through_step": 0},
     ("POST", "/proxy/pause"): {},
     ("POST", "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events"): {"event_type": "reward", "data": {"value": 1}},
 }
