@@ -49,14 +49,19 @@ def _token_report(folder: Path) -> Report:
     """What the run's record and metrics say."""
     from longrein.store import Store, store_url
     from longrein.trainer.collect import grade_of
+    from longrein.trainer.journal import Past, id_prefix_of
     from longrein.trainer.tracking import read_metrics
     from longrein.trajectory.report import build_report
 
     config = load(folder / "config.toml")
+    past, prefix = Past.read(folder), id_prefix_of(folder)
+    learned = None
+    if past is not None:
+        learned = {name: sum(one.tokens for one in found) for name, found in past.lessons().items()}
     own = config.run.model_copy(update={"dir": str(folder.resolve().parent), "name": folder.resolve().name})
     store = Store.open(store_url(config.model_copy(update={"run": own})), read_only=True)
     try:
-        rollouts = store.rollouts(limit=2**31 - 1)
+        rollouts = [one for one in store.rollouts(limit=2**31 - 1) if one.rollout_id.startswith(prefix)]
         rewards: dict[str, float] = {}
         attempts: list[tuple[str, str]] = []
         for rollout in rollouts:
@@ -68,7 +73,7 @@ def _token_report(folder: Path) -> Report:
                 if reward is not None:
                     rewards[rollout.rollout_id] = reward
         return build_report(
-            rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds
+            rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds, learned
         )
     finally:
         store.close()

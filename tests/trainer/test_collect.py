@@ -15,7 +15,7 @@ from fake_gateway import FakeClient, Play
 from longrein.client import Client
 from longrein.records import NewRollout, Outcome, Rollout
 from longrein.tasks import TaskOrder
-from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest
+from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest, failures
 
 
 def new(rollout_id: str, **values: Any) -> NewRollout:
@@ -188,4 +188,4 @@ async def test_the_commonest_cause_is_named_with_its_share(tmp_path: Path) -> No
     client = FakeClient(lambda r: Play(outcome=Outcome.infrastructure_failed, reason=plays[r.rollout_id]))
     async with collecting(client) as collector:
         done = await asyncio.gather(*await collector.queue([new(name) for name in plays]))
-    assert commonest(list(done), tmp_path).startswith("Commonest cause (2 of 3): no node")
+    assert commonest(failures(done), tmp_path).startswith("Commonest cause (2 of 3): no node")
