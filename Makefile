@@ -1,19 +1,22 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
 # make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
+# make test-kills   kill the processes of a run two hundred times, and see that nothing is lost (KILLS=n SEED=n)
 # make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
 # For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 SEEDS ?= 0 1 2
+KILLS ?= 200
+SEED ?= 0
 # Only `make bench` wants it.
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-kills test-vllm test-harnesses lint format bench clean
 
 setup: $(READY)
 
@@ -52,6 +55,9 @@ test: setup
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/python examples/calculator/model.py
 	$(BIN)/python -m pytest tests/cluster/test_vllm.py
+
+test-kills: setup
+	LONGREIN_TEST_KILLS=$(KILLS) LONGREIN_TEST_SEED=$(SEED) $(BIN)/python -m pytest tests/test_kills.py
 
 test-harnesses: setup
 	$(BIN)/python -m tests.harnesses.install

@@ -33,7 +33,7 @@ from longrein.trajectory.kinds import untrained
 from test_processes import metrics_of, processes_of
 from tiny_run import make_model
 
-KILLS = int(os.environ.get("LONGREIN_TEST_KILLS", "12"))
+KILLS = int(os.environ.get("LONGREIN_TEST_KILLS", "10"))
 SEED = int(os.environ.get("LONGREIN_TEST_SEED", "4"))
 DEADLINE = 120.0  # seconds in which something has to happen
 GROUP_SIZE, GROUPS = 3, 2
@@ -116,7 +116,9 @@ def write_run(folder: Path, port: int) -> Path:
     (folder / "agent.py").write_text(AGENT)
     (folder / "functions.py").write_text(FUNCTIONS)
     (folder / "journal").mkdir()
-    tasks = [{"ask": f"say {'abcdefghijk'[n]}", "turns": 2 + n % 2, "journal": str(folder / "journal")} for n in range(11)]
+    tasks = [
+        {"ask": f"say {'abcdefghijk'[n]}", "turns": 2 + n % 2, "journal": str(folder / "journal")} for n in range(11)
+    ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     file = folder / "run.toml"
     file.write_text(

@@ -2,7 +2,7 @@
 rollouts in the same order, every step in its metrics once, nothing sampled twice that was finished.
 
 The gateway is in memory and lives on; the trainer dies by an exception that nothing catches. Runs of real processes that
-are killed are in tests/test_kills.py and tests/test_processes.py.
+are killed are in tests/test_kills.py and tests/test_resumption.py.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class World:
         tracker = Tracker(self.config, Silent())
         record = tracker.step
 
-        def step(number: int, values: Any) -> None:
+        def recorded(step: int, values: Any) -> None:
             tick("before a step is recorded")
-            record(number, values)
+            record(step, values)
             tick("after a step is recorded")
 
-        tracker.step = step
+        tracker.step = recorded
         ask = self.client.add_rollouts
 
         async def add_rollouts(new: list[NewRollout]) -> list[Rollout]:
