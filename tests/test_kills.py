@@ -297,6 +297,8 @@ def check_the_books(run: Path, read: dict[tuple[str, str], list[str]]) -> None:
     # Sampled = trained + reported.
     report = _token_report(run)
     assert report.differing == {}
+    assert "step not finished" not in report.tokens.untrained  # what was finished was kept
+    assert not [line["text"] for line in metrics_of(run) if "learned from other rollouts" in str(line.get("text"))]
     assert report.tokens.trained == sum(lesson.tokens for (lesson,) in lessons.values())
     sampled = sum(len(call.sampled) for some in calls.values() for call in some)
     assert sampled == report.tokens.trained + sum(report.tokens.untrained.values())
