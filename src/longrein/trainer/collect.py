@@ -255,8 +255,8 @@ def grade_of(
         return None, {}, said or "no attempt was started"
     if attempt.outcome is Outcome.infrastructure_failed:
         return None, {}, said or "infrastructure failure"
-    if rollout.status.state is RolloutState.failed:
-        return None, {}, said or "the rollout failed"
+    if rollout.status.state is RolloutState.failed:  # cancelled, or its agent's failure is dropped by the run file
+        return None, {}, said or "the rollout was failed"
     if not rewards:
         return None, {}, said or "nobody posted a reward"
     data = rewards[-1].data
