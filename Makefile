@@ -2,6 +2,7 @@
 # make test   set everything up and run the tests
 # make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
 # make fuzz   the fuzzers and Schemathesis for longer; make fuzz EXAMPLES=100000 for a night
+# make test-kills   kill the processes of a run two hundred times, and see that nothing is lost (KILLS=n SEED=n)
 # make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,13 +10,15 @@ VENV ?= .venv
 TORCH_INDEX ?=
 SEEDS ?= 0 1 2
 EXAMPLES ?= 2000
+KILLS ?= 200
+SEED ?= 0
 # Only `make bench` wants it.
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses fuzz lint format bench bench-load clean
+.PHONY: setup demo demo-seeds demo-tiny test test-kills test-vllm test-harnesses fuzz lint format bench bench-load clean
 
 setup: $(READY)
 
@@ -54,6 +57,9 @@ test: setup
 test-vllm: setup .venv-vllm/.ready
 	$(BIN)/python examples/calculator/model.py
 	$(BIN)/python -m pytest tests/cluster/test_vllm.py
+
+test-kills: setup
+	LONGREIN_TEST_KILLS=$(KILLS) LONGREIN_TEST_SEED=$(SEED) $(BIN)/python -m pytest tests/test_kills.py
 
 test-harnesses: setup
 	$(BIN)/python -m tests.harnesses.install

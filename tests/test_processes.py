@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -66,10 +67,13 @@ def until(true: Callable[[], bool], process: subprocess.Popen[str] | None = None
         time.sleep(0.05)
 
 
-def steps_of(run: Path) -> list[int]:
+def metrics_of(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def steps_of(run: Path) -> list[int]:
+    return [line["step"] for line in metrics_of(run) if line["kind"] == "step"]
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -138,7 +142,7 @@ def test_a_checkpoint_is_served_as_an_openai_endpoint(run_file: Path) -> None:
 
 def test_what_happens_to_its_processes_ends_a_run_and_it_can_be_gone_on_with(run_file: Path) -> None:
     run = run_file.parent / "runs" / "ended"
-    options = set_of("run.name=ended", "trainer.steps=1000", "trainer.checkpoint_every=1", *STOP)
+    options = set_of("run.name=ended", "run.max_restarts=0", "trainer.steps=1000", "trainer.checkpoint_every=1", *STOP)
 
     with longrein("train", run_file, *options) as trainer:  # its gateway is killed
         until(lambda: len(steps_of(run)) >= 2, trainer)
@@ -163,10 +167,44 @@ def test_what_happens_to_its_processes_ends_a_run_and_it_can_be_gone_on_with(run
     assert processes_of(run_file.parent) == []
 
     steps = steps_of(run)
-    assert 1 < steps[first] <= first + 1  # it did not begin anew
+    assert steps == list(range(1, len(steps) + 1))  # each once
     latest = checkpoint.latest(run)
     assert latest is not None
     assert checkpoint.read_state(latest).step >= steps[-1] - 1
+
+
+def test_a_gateway_and_a_controller_that_are_killed_are_started_again(run_file: Path) -> None:
+    run = run_file.parent / "runs" / "again"
+    options = set_of("run.name=again", "run.max_restarts=1", "trainer.steps=1000", "agent.max_attempts=9", *STOP)
+
+    def note() -> dict[str, Any]:
+        return json.loads((run / "gateway.json").read_text())
+
+    def goes_on() -> None:
+        done = len(steps_of(run))
+        until(lambda: len(steps_of(run)) >= done + 2, trainer)
+
+    with longrein("train", run_file, *options) as trainer:
+        until(lambda: len(steps_of(run)) >= 1, trainer)
+        first = note()
+        os.kill(first["pid"], signal.SIGKILL)
+        goes_on()
+        assert note()["url"] == first["url"]  # which harnesses know
+        assert note()["pid"] != first["pid"]
+        controllers = [int(line.split()[0]) for line in processes_of(run_file.parent) if " controller " in line]
+        assert len(controllers) == 1
+        os.kill(controllers[0], signal.SIGKILL)
+        goes_on()
+        os.kill(note()["pid"], signal.SIGKILL)  # once too often
+        status, text = output_of(trainer)
+    assert status == 1
+    assert "longrein: the gateway process was ended by signal 9" in text
+    said = [line["text"] for line in metrics_of(run) if line["kind"] == "warning"]
+    assert [text.split(";")[0] for text in said if "started again" in text] == [
+        "the gateway process was ended by signal 9",
+        "the controller process was ended by signal 9",
+    ]
+    assert processes_of(run_file.parent) == []
 
 
 PARENT = """

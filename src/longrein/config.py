@@ -35,6 +35,11 @@ class Run(Section):
     folder: str = Field(
         default="", description="Folder that module:function names are imported from; empty is the run file's own."
     )
+    max_restarts: int = Field(
+        default=5,
+        ge=0,
+        description="Restarts within ten minutes of a gateway or controller that the run has started and that ends by itself; one more ends the run.",
+    )
 
     @property
     def path(self) -> Path:

@@ -50,13 +50,18 @@ def _token_report(folder: Path) -> Report:
     """What the run's record and metrics say."""
     from longrein.store import Store, locate_run
     from longrein.trainer.collect import grade_of
+    from longrein.trainer.journal import Past, id_prefix_of
     from longrein.trainer.tracking import read_metrics
     from longrein.trajectory.report import build_report
 
+    past, prefix = Past.read(folder), id_prefix_of(folder)
+    learned = None
+    if past is not None:
+        learned = {name: sum(one.tokens for one in found) for name, found in past.lessons().items()}
     url, config = locate_run(folder)
     store = Store.open(url, read_only=True)
     try:
-        rollouts = store.rollouts(limit=2**31 - 1)
+        rollouts = [one for one in store.rollouts(limit=2**31 - 1) if one.rollout_id.startswith(prefix)]
         rewards: dict[str, float] = {}
         attempts: list[tuple[str, str]] = []
         flags: Counter[tuple[str, str, str]] = Counter()
@@ -72,7 +77,7 @@ def _token_report(folder: Path) -> Report:
                 if reward is not None:
                     rewards[rollout.rollout_id] = reward
         report = build_report(
-            rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds
+            rollouts, _Calls(store, attempts), rewards, read_metrics(folder), config.algorithm.train_kinds, learned
         )
         report.flags = flags
         return report

@@ -11,17 +11,20 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+import httpx
 import msgspec
+import psutil
 
 from longrein.client import Client
 from longrein.config import Config, ConfigError, Lora, Store, Warmup, load, resolved_toml
-from longrein.processes import Child, ChildFailed, Children
+from longrein.processes import ORPHAN_SECONDS, Child, ChildFailed, Children
 from longrein.records import Json, NewRollout
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # longest start of the gateway, which loads a tokenizer
+PATIENCE_SECONDS = 120.0  # for which the trainer asks a gateway that is away, which may be starting again
 
 
 # --- The run's folder ---------------------------------------------------------------------------------------------
@@ -48,8 +52,8 @@ class Prepared:
 
 
 # What a run writes into its folder; --overwrite removes these and nothing else.
-_OWN = ("config.toml", "gateway.json", "metrics.jsonl", "report.md", "curve.png")
-_OWN_PATTERNS = ("eval-*.json", "store.sqlite*")
+_OWN = ("config.toml", "gateway.json", "learned.jsonl", "metrics.jsonl", "rollout-prefix", "report.md", "curve.png")
+_OWN_PATTERNS = ("eval-*.json", "store.sqlite*", "*.part")
 _OWN_FOLDERS = ("attempts", "checkpoints", "logs", "tensorboard", "wandb", "weights")
 
 
@@ -76,7 +80,9 @@ def prepare(config: Config, *, resume: bool = False, overwrite: bool = False) ->
         raise ConfigError(f"--resume: {folder} holds no run")
     config = with_key(_absolute(config))
     file = folder / "config.toml"
-    file.write_text(resolved_toml(config), encoding="utf-8")
+    part = file.with_suffix(".part")
+    part.write_text(resolved_toml(config), encoding="utf-8")
+    part.replace(file)
     return Prepared(config, file, checkpoint.latest(folder) if resume else None)
 
 
@@ -221,7 +227,7 @@ def train(config: Config, *, resume: bool = False, overwrite: bool = False) -> N
 
 
 async def _train(prepared: Prepared, data: Data) -> None:
-    from longrein.trainer.loop import fail_leftovers, make_student, train
+    from longrein.trainer.loop import make_student, train
     from longrein.trainer.progress import make_display
     from longrein.trainer.tracking import Tracker
 
@@ -230,14 +236,12 @@ async def _train(prepared: Prepared, data: Data) -> None:
     tracker = Tracker(config, display)
     display.start()
     try:
-        async with Children(_stop_seconds(config)) as children:
+        async with _children(config, tracker.warn) as children:
             with tracker.phase("set up", "loading the model, starting the gateway"):
                 loading = asyncio.create_task(make_student(config, prepared.resume))
                 url = await start_gateway(children, prepared)
                 student = await children.guard(loading)
-            async with Client(url, config.gateway.key) as client:
-                if not config.gateway.url:
-                    await fail_leftovers(client)
+            async with Client(url, config.gateway.key, retry_seconds=PATIENCE_SECONDS) as client:
                 if config.agent.controller == "start":
                     await start_child_of(children, "controller", prepared, url)
                 work = train(config, data, student=student, client=client, tracker=tracker, resume=prepared.resume)
@@ -249,13 +253,13 @@ async def _train(prepared: Prepared, data: Data) -> None:
 
 async def start_gateway(children: Children, prepared: Prepared) -> str:
     """Start a gateway unless the configuration names one; its address, once it answers."""
-    config = prepared.config
-    pid = None
+    config, child = prepared.config, None
     if not config.gateway.url:
-        pid = (await start_child_of(children, "gateway", prepared, "")).process.pid
+        await _earlier_gateway_ends(config)
+        child = await start_child_of(children, "gateway", prepared, "")
 
     async def answers() -> str:
-        while pid is not None and _gateway_note(config).get("pid") != pid:  # noqa: ASYNC110 (a file)
+        while child is not None and _gateway_note(config).get("pid") != child.process.pid:  # noqa: ASYNC110 (a file)
             await asyncio.sleep(0.02)
         url = gateway_url(config)
         async with Client(url, config.gateway.key) as client:
@@ -265,10 +269,30 @@ async def start_gateway(children: Children, prepared: Prepared) -> str:
         return url
 
     try:
-        return await asyncio.wait_for(children.guard(answers()), START_SECONDS)
+        url = await asyncio.wait_for(children.guard(answers()), START_SECONDS)
     except TimeoutError:
         where = config.gateway.url or f"the log is {config.run.path / 'logs' / 'gateway.log'}"
         raise ChildFailed(f"the gateway did not answer within {START_SECONDS:.0f} s ({where})") from None
+    if child is not None:  # harnesses know this address
+        child.again += ["--set", f"gateway.port={httpx.URL(url).port}"]
+    return url
+
+
+async def _earlier_gateway_ends(config: Config) -> None:
+    """Wait for the gateway of a start of this run that was killed: it ends by itself, once it has noticed."""
+    note = _gateway_note(config)
+    if not note:
+        return
+    end = asyncio.get_running_loop().time() + ORPHAN_SECONDS
+    while _is_child_gateway(note["pid"]) and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 (a process)
+        await asyncio.sleep(0.1)
+
+
+def _is_child_gateway(pid: int) -> bool:
+    try:
+        return {"gateway", "--parent-pipe"} <= set(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
 
 
 async def start_child_of(children: Children, name: str, prepared: Prepared, url: str) -> Child:
@@ -277,6 +301,10 @@ async def start_child_of(children: Children, name: str, prepared: Prepared, url:
     return await children.start(
         name, [str(prepared.file), *overrides], prepared.config.run.path / "logs" / f"{name}.log"
     )
+
+
+def _children(config: Config, say: Callable[[str], None]) -> Children:
+    return Children(_stop_seconds(config), max_restarts=config.run.max_restarts, say=say)
 
 
 def _stop_seconds(config: Config) -> float:
@@ -314,13 +342,14 @@ async def _serve(prepared: Prepared) -> None:
     from longrein.trainer.loop import make_student
 
     config = prepared.config
-    async with Children(_stop_seconds(config)) as children:
+    async with _children(config, lambda text: print(text, file=sys.stderr, flush=True)) as children:
         loading = asyncio.create_task(make_student(config, None))
         url = await start_gateway(children, prepared)
         student = await children.guard(loading)
         async with Client(url, config.gateway.key) as client:
             await student.start(client)
             try:
+                await student.serve()
                 await client.add_rollouts([NewRollout(input={}, is_train=False, rollout_id="serve")])
                 started = await client.start_attempt("serve")
                 print(_how_to_ask(config, url, started.token), flush=True)

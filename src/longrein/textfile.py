@@ -1,7 +1,8 @@
-"""The end of a log, for error messages."""
+"""Files of lines: the end of a log, for error messages; records that are appended to."""
 
 from __future__ import annotations
 
+from io import BufferedWriter
 from pathlib import Path
 
 
@@ -15,3 +16,12 @@ def tail(file: Path, lines: int, most_bytes: int = 8192) -> str:
     except OSError:
         return ""
     return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def open_lines(file: Path) -> BufferedWriter:
+    """Open a file of lines to append to; a last line that was cut off while being written is ended first."""
+    stream = file.open("ab")
+    if stream.tell() and not file.read_bytes().endswith(b"\n"):
+        stream.write(b"\n")
+        stream.flush()
+    return stream

@@ -85,7 +85,7 @@ def test_going_on_from_a_checkpoint_is_the_same_as_not_having_stopped(model: Pat
     assert checkpoint.latest(tmp_path) == folder
     assert checkpoint.read_state(folder) == STATE
     resumed = student_of(model if rank else folder, rank)
-    checkpoint.restore(folder, resumed)
+    resumed.restore(folder)
     assert torch.equal(torch.rand(3), drawn)
     resumed.learner.update(rows(2))
     there, here = weights(student), weights(resumed)
@@ -131,6 +131,30 @@ def test_only_the_newest_checkpoint_can_be_gone_on_from(model: Path, tmp_path: P
     assert checkpoint.read_state(second).version == 8
     with pytest.raises(ConfigError, match=r"holds no trainer\.pt"):
         checkpoint.read_state(first)
+
+
+def test_a_latest_checkpoint_that_is_gone_is_said(model: Path, tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, student_of(model), STATE)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"latest: names step-000003, which is no whole checkpoint any more"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_checkpoint_that_was_renamed_but_not_yet_the_latest_is_written_anew(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student = student_of(model)
+    first = checkpoint.save(tmp_path, student, STATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_latest", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            checkpoint.save(tmp_path, student, TrainerState(4, 8, {}, 0.0))
+    assert checkpoint.latest(tmp_path) == first
+    assert checkpoint.read_state(first) == STATE
+    second = checkpoint.save(tmp_path, student, TrainerState(4, 9, {}, 0.0))
+    assert checkpoint.latest(tmp_path) == second
+    assert checkpoint.read_state(second).version == 9
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000003", "step-000004"]
 
 
 def test_there_is_no_latest_checkpoint_before_the_first(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from longrein.client import ApiError
 from longrein.config import Config, ConfigError, load
-from longrein.records import Attempt, NewRollout, Outcome, Rollout, RolloutState
+from longrein.records import Attempt, Outcome, Rollout
 from longrein.trainer import checkpoint
 from longrein.trainer.collect import Done, RunFailed
 from longrein.trainer.evaluate import load_all
-from longrein.trainer.loop import Data, divide, fail_leftovers, load_data, refuse_untrainable, train
+from longrein.trainer.loop import Data, divide, load_data, refuse_untrainable, train
 from longrein.trainer.preflight import problem_of
 from longrein.trainer.progress import Silent
 from longrein.trainer.tracking import Tracker, read_metrics
@@ -51,10 +51,7 @@ async def run(config: Config, student: FakeStudent, client: FakeClient | None = 
 
 def stages(client: FakeClient) -> list[str]:
     """What was queued, in order, without repetitions."""
-    names = [
-        re.sub(r"(?:again\d+-)?(s\d{5}|eval-step-\d+|eval-[a-z]+|dev-\d+|[a-z]+).*", r"\1", ids[0])
-        for ids in client.batches
-    ]
+    names = [re.sub(r"(s\d{5}|eval-step-\d+|eval-[a-z]+|dev-\d+|[a-z]+).*", r"\1", ids[0]) for ids in client.batches]
     return [name for number, name in enumerate(names) if number == 0 or names[number - 1] != name]
 
 
@@ -135,24 +132,29 @@ async def test_a_run_goes_on_where_its_last_checkpoint_was(tmp_path: Path) -> No
     student = FakeStudent(skill=0.5)
     second = await run(longer, student)
     assert stages(second) == ["preflight", "s00003", "s00004", "eval-after"]
-    assert all(ids[0].startswith("again1-") for ids in second.batches)
     inputs = [r.input["n"] for c in (first, second) for r in c.known.values() if r.is_train]
     assert inputs == [n for n in range(8) for _ in range(4)]
     again = await run(longer, FakeStudent())  # finished: nothing is left to do
     assert stages(again) == []
 
 
-async def test_a_run_without_a_checkpoint_is_begun_again_under_new_ids(tmp_path: Path) -> None:
+async def test_a_run_without_a_checkpoint_is_begun_again_from_what_is_recorded(tmp_path: Path) -> None:
     config = config_in(tmp_path)
-    student = FakeStudent()
-    broken = FakeClient(
+    student = FakeStudent(skill=0.25)
+    client = FakeClient(
         lambda rollout: Play(reward=None) if rollout.rollout_id.startswith("s00002") else student.play(rollout)
     )
     with pytest.raises(RunFailed, match="nobody posted a reward"):
-        await run(config, student, broken)
-    client = await run(config, FakeStudent())
-    assert stages(client)[:2] == ["preflight", "eval-before"]
-    assert not broken.known.keys() & client.known.keys()
+        await run(config, student, client)
+    known = set(client.known)
+    again = FakeStudent(skill=0.25)
+    client.play = again.play
+    await run(config, again, client)
+    assert again.version == 3
+    fresh = client.known.keys() - known
+    assert {name for name in fresh if not name.startswith(("s00003", "eval-after"))} == {
+        f"s00002-g{group:03d}-r{member:02d}-again1" for group in range(2) for member in range(4)
+    }
 
 
 async def test_an_external_gateways_record_gets_ids_that_no_other_run_has(tmp_path: Path) -> None:
@@ -216,13 +218,6 @@ async def test_a_first_attempt_that_fails_ends_the_run_with_its_log(tmp_path: Pa
     client = FakeClient(lambda rollout: Play(outcome=Outcome.agent_failed, reason="exit code 1", calls=[]))
     with pytest.raises(RunFailed, match=r"(?s)ended \(exit code 1\) without a call.*No module named 'agents'"):
         await run(config, FakeStudent(), client)
-
-
-async def test_rollouts_that_an_ended_trainer_left_are_failed() -> None:
-    client = FakeClient(lambda rollout: Play(outcome=None if rollout.rollout_id == "left" else Outcome.succeeded))
-    await client.add_rollouts([NewRollout({}, rollout_id="left"), NewRollout({}, rollout_id="done")])
-    assert await fail_leftovers(cast(Any, client)) == 1
-    assert client.known["left"].status.state is RolloutState.failed
 
 
 def test_tasks_that_are_needed_are_read_and_others_are_not(tmp_path: Path) -> None:

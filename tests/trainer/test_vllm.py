@@ -114,6 +114,7 @@ async def student_of(
     student = Student(policy, cast(Any, None), engine, "policy")
     try:
         await student.start(cast(Any, gateway))
+        await student.serve()
         yield student
     finally:
         await student.stop()

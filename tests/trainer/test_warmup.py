@@ -27,7 +27,7 @@ async def run(
     config.run.path.mkdir(parents=True)
     client = FakeClient(play or student.play)
     tracker = Tracker(config, Silent())
-    async with Collector(cast(Client, client)) as collector:
+    async with Collector(cast(Client, client), needed=student.serve) as collector:
         report = await warm_up(
             config,
             student=cast(Any, student),

@@ -4,6 +4,7 @@ from recorded_calls import make_call
 from rich.console import Console
 
 from longrein.records import Rollout, RolloutConfig, RolloutState, RolloutStatus
+from longrein.trajectory.kinds import TRAINED_KINDS
 from longrein.trajectory.report import build_report, render_markdown, render_tables
 
 
@@ -49,12 +50,12 @@ def a_run():
         {"kind": "phase", "phase": "learn", "seconds": 2.0},
         {"kind": "phase", "phase": "collect", "seconds": 2.0},
     ]
-    return rollouts, calls, rewards, metrics
+    return rollouts, calls, rewards, metrics, TRAINED_KINDS, {"chain": 3, "forked": 3}
 
 
 def test_every_sampled_token_is_accounted_for_with_its_reason():
-    rollouts, calls, rewards, metrics = a_run()
-    report = build_report(rollouts, calls, rewards, metrics)
+    rollouts, calls, rewards, metrics, kinds, learned = a_run()
+    report = build_report(rollouts, calls, rewards, metrics, kinds, learned)
     assert report.tokens.trained == 3 + 3
     assert report.tokens.untrained == {
         "earlier attempt": 1,
@@ -88,35 +89,41 @@ def test_failures_are_grouped_by_their_message_without_its_numbers():
 
 
 def test_time_comes_from_phases_or_else_from_steps():
-    rollouts, calls, rewards, metrics = a_run()
+    rollouts, calls, rewards, metrics, *_ = a_run()
     assert build_report(rollouts, calls, rewards, metrics).seconds == {"collect": 6.0, "learn": 2.0}
     assert build_report(rollouts, calls, rewards, metrics[:1]).seconds == {"collect": 5.0}
 
 
-def test_steps_that_a_resumption_undid_are_not_trained():
-    metadata = [{"phase": "train", "step": step, "start": start} for start, step in ((0, 1), (0, 2), (1, 2), (1, 3))]
-    rollouts = [make_rollout(f"r{n}", group=f"g{n}", metadata=one) for n, one in enumerate(metadata)]
+def test_what_was_not_learned_from_is_not_trained_and_the_journal_is_compared_with_the_record():
+    rollouts = [make_rollout(f"r{n}", group=f"g{n}") for n in range(4)]
     calls = {(f"r{n}", "0"): [make_call(0, [1], [2] * (n + 1))] for n in range(4)}
-    metrics = [
-        *({"kind": "begin", "step": 0}, {"kind": "step", "step": 1}, {"kind": "step", "step": 2}),
-        *({"kind": "begin", "step": 1}, {"kind": "step", "step": 2}),
-    ]
-    report = build_report(rollouts, calls, {r.rollout_id: 1.0 for r in rollouts}, metrics)
+    rewards = {r.rollout_id: 1.0 for r in rollouts}
+    report = build_report(rollouts, calls, rewards, [], learned={"r0": 1, "r2": 3})
     assert report.tokens.trained == 1 + 3
     assert report.tokens.untrained == {"step not finished": 2 + 4}
-    begun = build_report(rollouts, calls, {r.rollout_id: 1.0 for r in rollouts}, metrics[:1])
-    assert begun.tokens.trained == 0
+    assert report.differing == {}
+    twice = build_report(rollouts, calls, rewards, [], learned={"r0": 2, "r2": 3})
+    assert twice.differing == {"r0": (2, 1)}
+    assert "Learned from otherwise than recorded" in render_markdown(twice)
 
 
-def test_without_metrics_a_graded_group_counts_as_trained():
-    rollouts, calls, rewards, _ = a_run()
+def test_a_rollout_that_was_made_up_for_does_not_drop_its_group():
+    """One of three failed with the end of a run and was asked for again."""
+    rollouts = [make_rollout("a"), make_rollout("b", state=RolloutState.failed), make_rollout("b-again1")]
+    calls = {(r.rollout_id, "0"): [make_call(0, [1], [2])] for r in rollouts}
+    report = build_report(rollouts, calls, {"a": 1.0, "b-again1": 0.0}, [], learned={"a": 1, "b-again1": 1})
+    assert (report.tokens.trained, report.tokens.untrained) == (2, {"failed rollout": 1})
+
+
+def test_without_a_journal_a_graded_group_counts_as_trained():
+    rollouts, calls, rewards, *_ = a_run()
     assert build_report(rollouts, calls, rewards, []).tokens.trained == 7
 
 
 def test_a_rollout_that_was_never_graded_drops_its_group():
-    rollouts, calls, rewards, metrics = a_run()
+    rollouts, calls, rewards, metrics, *_ = a_run()
     del rewards["forked"]
-    report = build_report(rollouts, calls, rewards, metrics)
+    report = build_report(rollouts, calls, rewards, metrics, learned={})
     assert report.tokens.trained == 0
     assert report.tokens.untrained["no reward"] == 4
     assert report.tokens.untrained["group dropped"] == 1 + 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,26 +31,28 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of the task order."""
     seconds: float
     """Time spent on steps so far (`trainer.max_seconds` counts it)."""
+    groups: Json = {}
+    """State of the groups: second tries, failures in a row."""
+    watch: Json = {}
+    """State of the warnings."""
 
 
 def save(run_folder: Path, student: Student, state: TrainerState) -> Path:
     """Write the checkpoint of `state.step` and make it the latest; its folder is returned."""
-    import torch
-
     checkpoints = run_folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     folder = checkpoints / f"step-{state.step:06d}"
-    temporary = checkpoints / f".step-{state.step:06d}.writing"
-    shutil.rmtree(temporary, ignore_errors=True)
-    student.policy.save(temporary)
+    for left in checkpoints.glob(".*.writing"):  # by a crash
+        shutil.rmtree(left, ignore_errors=True)
+        left.unlink(missing_ok=True)
+    temporary = checkpoints / f".{folder.name}.writing"
+    student.save(temporary)
     (temporary / "trainer.json").write_bytes(msgspec.json.encode(state) + b"\n")
-    values: dict[str, Any] = {"learner": student.learner.state_dict(), "random": _random_state()}
-    if student.policy.lora:  # the folder holds merged weights; going on needs the adapters themselves
-        named = student.policy.model.named_parameters()
-        values["adapters"] = {name: p.detach().cpu() for name, p in named if p.requires_grad}
-    torch.save(values, temporary / "trainer.pt")
     _flush(temporary)
-    shutil.rmtree(folder, ignore_errors=True)  # one of the same step, from before a resumption
+    if folder.exists():  # of the same step, renamed before a crash and not yet the latest
+        aside = checkpoints / f".{folder.name}.undone.writing"
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
     temporary.rename(folder)
     _write_latest(checkpoints, folder.name)
     for older in checkpoints.glob("step-*/trainer.pt"):
@@ -60,13 +62,19 @@ def save(run_folder: Path, student: Student, state: TrainerState) -> Path:
 
 
 def latest(run_folder: Path) -> Path | None:
-    """Folder of the newest checkpoint that was written whole, or None."""
+    """Folder of the newest checkpoint; None before the first. Raises `ConfigError` when it is gone."""
+    file = run_folder / "checkpoints" / "latest"
     try:
-        name = (run_folder / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
+        name = file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
     folder = run_folder / "checkpoints" / name
-    return folder if (folder / "trainer.json").exists() else None
+    if not (folder / "trainer.json").exists():
+        raise ConfigError(
+            f"{file}: names {name}, which is no whole checkpoint any more; put the folder back, or start the run anew "
+            "(--overwrite)"
+        )
+    return folder
 
 
 def read_state(folder: Path) -> TrainerState:
@@ -77,32 +85,6 @@ def read_state(folder: Path) -> TrainerState:
         return msgspec.json.decode((folder / "trainer.json").read_bytes(), type=TrainerState)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{folder / 'trainer.json'}: cannot be read: {error}") from None
-
-
-def restore(folder: Path, student: Student) -> None:
-    """Give the learner (and LoRA adapters, and random generators) the state that `save` wrote."""
-    import torch
-
-    values = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-    student.learner.load_state_dict(values["learner"])
-    adapters = values.get("adapters")
-    if adapters is not None:
-        parameters = dict(student.policy.model.named_parameters())
-        with torch.no_grad():
-            for name, value in adapters.items():
-                parameters[name].copy_(value)
-    torch.set_rng_state(values["random"]["cpu"])
-    if torch.cuda.is_available() and values["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(values["random"]["cuda"])
-
-
-def _random_state() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
 
 
 def _flush(folder: Path) -> None:

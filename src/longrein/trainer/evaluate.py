@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from longrein.records import Json, NewRollout, RolloutConfig, now
-from longrein.trainer.collect import Collector, Done, RunFailed, commonest
+from longrein.trainer.collect import Collector, Done, RunFailed, commonest, failures
 
 RESAMPLES = 10_000
 _Z = 1.959963984540054  # the normal distribution's 97.5 % quantile
@@ -70,7 +70,7 @@ async def evaluate(
             rewards.setdefault(str(one.rollout.metadata["task"]), []).append(one.finished.reward)
     if not rewards:
         raise RunFailed(
-            f"evaluation {name!r}: none of its {len(done)} rollouts was graded. {commonest(done, run_folder)}"
+            f"evaluation {name!r}: none of its {len(done)} rollouts was graded. {commonest(failures(done), run_folder)}"
         )
     found = interval(rewards, seed)
     evaluation = Evaluation(
@@ -99,8 +99,8 @@ async def run_policy(
             is_train=False,
             config=RolloutConfig(),
             metadata={"phase": phase, "step": step, "task": index},
-            rollout_id=f"{prefix}{phase}-t{index:04d}-r{member:02d}",
-            group_id=f"{prefix}{phase}-t{index:04d}",
+            rollout_id=f"{prefix}{phase}-s{step:05d}-t{index:04d}-r{member:02d}",
+            group_id=f"{prefix}{phase}-s{step:05d}-t{index:04d}",
         )
         for index, task in enumerate(tasks)
         for member in range(rollouts_per_task)
@@ -154,8 +154,11 @@ def _bootstrap(values: np.ndarray, seed: int) -> Interval:
 
 
 def save(evaluation: Evaluation, run_folder: Path) -> None:
-    """Write `eval-NAME.json`."""
-    (run_folder / f"eval-{evaluation.name}.json").write_bytes(msgspec.json.encode(evaluation) + b"\n")
+    """Write `eval-NAME.json`, whole or not at all."""
+    file = run_folder / f"eval-{evaluation.name}.json"
+    part = file.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(evaluation) + b"\n")
+    part.replace(file)
 
 
 def load_all(run_folder: Path) -> list[Evaluation]:

@@ -25,8 +25,9 @@ from longrein.learning.advantage import group_advantages
 from longrein.records import Json, PruneRequest, RolloutState, StatusChange
 from longrein.tasks import TaskOrder, load_tasks
 from longrein.trainer import checkpoint
-from longrein.trainer.collect import Collector, Done, Group, Groups
+from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, attempts_of
 from longrein.trainer.evaluate import evaluate, load_all
+from longrein.trainer.journal import PREFIX, Journal, Learned, id_prefix_of, lessons
 from longrein.trainer.preflight import preflight
 from longrein.trainer.student import Student
 from longrein.trainer.tracking import Tracker, read_metrics
@@ -116,7 +117,7 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         )
     student = Student(policy, learner, engine, config.model.name)
     if resume is not None:
-        checkpoint.restore(resume, student)
+        student.restore(resume)
         student.version = checkpoint.read_state(resume).version
     return student
 
@@ -124,35 +125,28 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
 async def train(
     config: Config, data: Data, *, student: Student, client: Client, tracker: Tracker, resume: Path | None = None
 ) -> None:
-    """A whole run, from its first attempt to its last evaluation. Raises `RunFailed` when it cannot go on."""
-    start = sum(line["kind"] == "begin" for line in read_metrics(config.run.path))
-    prefix = id_prefix(config, start)
-    state = checkpoint.read_state(resume) if resume else checkpoint.TrainerState(0, 0, {}, 0.0)
-    order = TaskOrder(len(data.train), seed=config.run.seed, shuffle=config.task.shuffle)
-    if state.order:
-        order.load_state_dict(state.order)
-    tracker.begin(state.step)
+    """A whole run, from its first attempt to its last evaluation; with `resume`, from that checkpoint on.
 
+    What a run that was broken off had asked for behind its checkpoint is asked for again, and taken from the record as
+    far as it is there: steps are done again from the same rollouts with the same random state, and the rest as if nothing
+    had happened. Raises `RunFailed` when it cannot go on.
+    """
+    prefix = id_prefix(config)
+    state = checkpoint.read_state(resume) if resume else None
+    journal = Journal(config.run.path, state.step if state else None)
+    tracker.begin(state.step if state else None)
     await student.start(client)
     try:
-        async with _collecting(client, tracker) as collector:
-            run = _Run(
-                config=config,
-                data=data,
-                student=student,
-                collector=collector,
-                tracker=tracker,
-                order=order,
-                start=start,
-                prefix=prefix,
-                seconds=state.seconds,
-                resumed=resume is not None,
-                client=client,
-            )
-            if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
+        if state is not None:
+            await withdraw_warm_up(client, prefix)
+        async with _collecting(client, tracker, journal, student) as collector:
+            run = _Run.of(config, data, student, client, collector, tracker, journal, prefix)
+            if state is not None:
+                run.go_on(state)
+            if config.trainer.preflight and (state is None or state.step < config.trainer.steps):
                 with tracker.phase("preflight", "one attempt alone"):
                     await preflight(collector, data.train[0], config.run.path, prefix)
-            if resume is None:
+            if state is None:
                 if config.eval.untuned:
                     await run.evaluate("untuned", 0)
                 if config.warmup.steps:
@@ -163,19 +157,24 @@ async def train(
                         tracker=tracker,
                         tasks=data.train,
                         dev_tasks=data.dev,
+                        journal=journal,
                         prefix=prefix,
                     )
                 if config.trainer.checkpoint_every:
                     await run.save(0)
-            if config.eval.before and state.step == 0:
+            if config.eval.before and run.step == 0:
                 await run.evaluate("before", 0)
-            step = await run.steps(state.step)
+            await run.steps()
             if config.eval.after:
-                await run.evaluate("after", step)
-            await run.save(step)
-            await run.prune(step)
+                await run.evaluate("after", run.step)
+            await run.save(run.step)
+            await run.prune(run.step)
+    except RunFailed:
+        journal.gave_up()
+        raise
     finally:
         await student.stop()
+        journal.close()
 
 
 @dataclass(kw_only=True)
@@ -187,46 +186,91 @@ class _Run:
     student: Student
     collector: Collector
     tracker: Tracker
+    journal: Journal
     order: TaskOrder
-    start: int
-    """How often the run was started before."""
+    groups: Groups
     prefix: str
-    seconds: float
+    watch: Watch
+    step: int = 0
+    """The last one that is done."""
+    seconds: float = 0.0
     """Time spent on steps so far."""
-    resumed: bool
     saved: int = -1
     client: Client
 
-    async def steps(self, done: int) -> int:
-        """Learn until `trainer.steps` or `trainer.max_seconds`; the number of the last step is returned."""
-        config, tracker = self.config, self.tracker
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        data: Data,
+        student: Student,
+        client: Client,
+        collector: Collector,
+        tracker: Tracker,
+        journal: Journal,
+        prefix: str,
+    ) -> _Run:
+        """A run at its beginning."""
+        order = TaskOrder(len(data.train), seed=config.run.seed, shuffle=config.task.shuffle)
         groups = Groups(
-            self.collector,
-            self.data.train,
-            self.order,
+            collector,
+            data.train,
+            order,
             size=config.algorithm.group_size,
             max_failed=config.trainer.max_failed_groups,
             run_folder=config.run.path,
-            prefix=self.prefix,
-            start=self.start,
+            prefix=prefix,
         )
-        watch = Watch()
-        for step in range(done + 1, config.trainer.steps + 1):
+        return cls(
+            config=config,
+            data=data,
+            student=student,
+            client=client,
+            collector=collector,
+            tracker=tracker,
+            journal=journal,
+            order=order,
+            groups=groups,
+            prefix=prefix,
+            watch=Watch(),
+        )
+
+    def go_on(self, state: checkpoint.TrainerState) -> None:
+        """Go on from a checkpoint."""
+        if state.order:
+            self.order.load_state_dict(state.order)
+        if state.groups:
+            self.groups.load_state_dict(state.groups)
+        if state.watch:
+            self.watch.load_state_dict(state.watch)
+        self.step = self.saved = state.step
+        self.seconds = state.seconds
+
+    async def steps(self) -> None:
+        """Learn until `trainer.steps` or `trainer.max_seconds`."""
+        config, tracker = self.config, self.tracker
+        await self._evaluate_between(self.step)
+        for step in range(self.step + 1, config.trainer.steps + 1):
             if 0 < config.trainer.max_seconds <= self.seconds:
                 tracker.note(f"trainer.max_seconds = {config.trainer.max_seconds:g} reached after {step - 1} steps")
-                return step - 1
+                return
             began = time.monotonic()
-            values = await self._step(step, groups)
+            values = await self._step(step, self.groups)
             self.seconds += time.monotonic() - began
+            self.step = step
             tracker.step(step, values)
-            for warning in watch.check(step, values):
+            for warning in self.watch.check(step, values):
                 tracker.warn(warning)
             if config.trainer.checkpoint_every and step % config.trainer.checkpoint_every == 0:
                 await self.save(step)
             await self.prune(step)
-            if config.eval.every and step % config.eval.every == 0 and step < config.trainer.steps:
-                await self.evaluate(f"step-{step}", step)
-        return config.trainer.steps
+            await self._evaluate_between(step)
+
+    async def _evaluate_between(self, step: int) -> None:
+        """The evaluation that belongs between two steps, if one does."""
+        every = self.config.eval.every
+        if every and 0 < step < self.config.trainer.steps and step % every == 0:
+            await self.evaluate(f"step-{step}", step)
 
     async def _step(self, step: int, groups: Groups) -> dict[str, float]:
         options, tracker, student = self.config.algorithm, self.tracker, self.student
@@ -258,6 +302,7 @@ class _Run:
     async def _learn(self, groups: Sequence[Group], step: int) -> tuple[list[dict[str, float]], Ledger]:
         """The updates of one step. Advantages come from whole groups, before anything is divided or dropped."""
         options = self.config.algorithm
+        attempts = attempts_of([done for group in groups for done in group.done])
         rollouts = [done.finished for group in groups for done in group.done]
         advantages = group_advantages(
             {r.rollout_id: r.reward for r in rollouts if r.reward is not None},
@@ -265,18 +310,31 @@ class _Run:
             options.advantage,
         ).values
         updates, ledger = [], Ledger()
-        for part in divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}"):
+        parts = divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}")
+        for number, part in enumerate(parts):
             batch = make_batch(part, advantages, options.train_kinds)
             ledger += batch.ledger
             # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
             if any(row.advantages.any() for row in batch.rows):
                 updates.append(await self.student.update(batch.rows))
+            given = lessons({one.rollout_id: attempts[one.rollout_id] for one in part}, batch.rows)
+            if not self.journal.learned(Learned("train", step, number, self.student.version, given)):
+                self.tracker.warn(
+                    f"step {step} was learned from other rollouts or tokens before this run was broken off: versions that "
+                    "the record gives for tokens sampled since then are those of other weights"
+                )
         return updates, ledger
 
     async def evaluate(self, name: str, step: int) -> None:
-        """Evaluate on the held-out tasks, unless this evaluation was already made (by the run that is resumed)."""
+        """Evaluate on the held-out tasks, unless this evaluation was made before (by the run that is resumed)."""
         config, tracker = self.config, self.tracker
-        if self.resumed and any(e.name == name and e.step == step for e in load_all(config.run.path)):
+        made = next((e for e in load_all(config.run.path) if (e.name, e.step) == (name, step)), None)
+        if made is not None:
+            told = {
+                (line["name"], line["step"]) for line in read_metrics(config.run.path) if line["kind"] == "evaluation"
+            }
+            if (name, step) not in told:
+                tracker.evaluation(made)
             return
         limit = config.eval.untuned_tasks if name == "untuned" else 0
         with tracker.phase("evaluate", name):
@@ -300,7 +358,15 @@ class _Run:
         """Write the checkpoint of `step`, once."""
         if step == self.saved:
             return
-        state = checkpoint.TrainerState(step, self.student.version, self.order.state_dict(), self.seconds)
+        state = checkpoint.TrainerState(
+            step=step,
+            version=self.student.version,
+            order=self.order.state_dict(),
+            seconds=self.seconds,
+            groups=self.groups.state_dict(),
+            watch=self.watch.state_dict(),
+        )
+        self.journal.flush()
         with self.tracker.phase("checkpoint", ""):
             folder = await self.student.apart(checkpoint.save, self.config.run.path, self.student, state)
         self.tracker.note(f"checkpoint: {folder}")
@@ -313,19 +379,25 @@ class _Run:
         if keep == "all" or through < 0:
             return
         try:
-            await self.client.prune(PruneRequest(through, self.prefix.removesuffix(f"again{self.start}-")))
+            await self.client.prune(PruneRequest(through, self.prefix))
         except ApiError as error:
             self.tracker.warn(f"the store is not pruned now: {error}")
 
 
-def id_prefix(config: Config, start: int) -> str:
-    """What a run's rollout ids begin with, so that no two are equal in one record.
+def id_prefix(config: Config) -> str:
+    """What a run's rollout ids begin with, so that no two are equal in one record; the same at every start of a run.
 
-    Nothing in a record of the run's own at its first start, so that a seed gives the same run again.
+    Nothing in a record of the run's own, so that a seed gives the same run again.
     """
+    file = config.run.path / PREFIX
+    if file.exists():
+        return id_prefix_of(config.run.path)
     own = not (config.gateway.url or config.store.url)
-    run = "" if own else f"{re.sub(r'[^A-Za-z0-9_]+', '-', config.run.name)}-{secrets.token_hex(3)}-"
-    return run + (f"again{start}-" if start else "")
+    prefix = "" if own else f"{re.sub(r'[^A-Za-z0-9_]+', '-', config.run.name)}-{secrets.token_hex(3)}-"
+    part = file.with_suffix(".part")
+    part.write_text(prefix + "\n", encoding="utf-8")
+    part.replace(file)
+    return prefix
 
 
 def divide(rollouts: Sequence[FinishedRollout], parts: int, seed: str) -> list[list[FinishedRollout]]:
@@ -345,7 +417,7 @@ def _mean_of(updates: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def _collecting(client: Client, tracker: Tracker) -> AsyncIterator[Collector]:
+async def _collecting(client: Client, tracker: Tracker, journal: Journal, student: Student) -> AsyncIterator[Collector]:
     """A collector whose finished rollouts and counts the display shows."""
 
     finished = 0
@@ -356,7 +428,7 @@ async def _collecting(client: Client, tracker: Tracker) -> AsyncIterator[Collect
         tokens = sum(len(call.sampled) for call in done.finished.calls)
         tracker.display.finished(done.finished.reward, tokens)
 
-    async with Collector(client, seen) as collector:
+    async with Collector(client, seen, journal=journal, needed=student.serve) as collector:
 
         async def look() -> None:
             while True:
@@ -372,13 +444,17 @@ async def _collecting(client: Client, tracker: Tracker) -> AsyncIterator[Collect
                 looking.cancel()
 
 
-async def fail_leftovers(client: Client) -> int:
-    """Fail the rollouts that an ended trainer left queued or running, so that nobody runs them; how many there were."""
-    left = await client.rollouts([RolloutState.queuing, RolloutState.running], limit=100_000)
-    change = StatusChange(state=RolloutState.failed, error_message="the run was started again")
-    for rollout in left:
-        await client.change_rollout(rollout.rollout_id, change)
-    return len(left)
+async def withdraw_warm_up(client: Client, prefix: str) -> None:
+    """Take out of the queue what a run that was broken off wanted for its warm-up: it goes on behind it."""
+    for rollout in await client.rollouts([RolloutState.queuing], limit=100_000):
+        phase = str(rollout.metadata.get("phase", ""))
+        if rollout.rollout_id.startswith(prefix) and (phase == "warm-up" or phase.startswith("dev-")):
+            change = StatusChange(state=RolloutState.failed, error_message="not needed any more")
+            try:
+                await client.change_rollout(rollout.rollout_id, change)
+            except ApiError as error:
+                if error.status not in (404, 409):  # it has ended meanwhile
+                    raise
 
 
 def refuse_untrainable(config: Config) -> None:

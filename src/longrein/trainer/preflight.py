@@ -9,7 +9,10 @@ from longrein.trainer.collect import Collector, Done, RunFailed, log_excerpt
 
 
 async def preflight(collector: Collector, task: Json, run_folder: Path, prefix: str = "") -> Done:
-    """Run one attempt on `task` and return it. Raises `RunFailed` that says which of the three did not happen."""
+    """Run one attempt on `task` and return it; one that an earlier start of the run made, if nothing was wrong with it.
+
+    Raises `RunFailed` that says which of the three did not happen.
+    """
     rollout = NewRollout(
         input=task,
         is_train=False,
@@ -18,11 +21,11 @@ async def preflight(collector: Collector, task: Json, run_folder: Path, prefix: 
         rollout_id=f"{prefix}preflight",
         group_id=f"{prefix}preflight",
     )
-    (future,) = await collector.queue([rollout])
+    (future,) = await collector.queue([rollout], keep=lambda done: problem_of(done) is None)
     done = await future
     problem = problem_of(done)
     if problem is not None:
-        excerpt = log_excerpt(done, run_folder)
+        excerpt = log_excerpt(run_folder, done.rollout.rollout_id, done.attempt.attempt_id if done.attempt else None)
         raise RunFailed(f"the first attempt, run alone before the others, failed: {problem}\n{excerpt}".rstrip())
     return done
 

@@ -7,9 +7,11 @@ published. Engines that are servers of their own sample on until they are given 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from longrein.client import Client
@@ -67,16 +69,30 @@ class Student:
     version: int = 0
     client: Client | None = None
     _held: bool = False
+    _serving: bool = False
+    _first: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self, client: Client) -> None:
-        """Serve the policy and register it at the gateway."""
+        """Start the engine. The gateway hears of it by `serve`."""
         self.client = client
         await self.engine.start()
-        others = [known for known in await client.models() if not self._replaces(known)]
-        await client.clear_models()
-        if others:
-            await client.put_models(others)
-        await self.publish()
+
+    async def serve(self) -> None:
+        """Register the policy at the gateway, in place of engines of earlier starts; nothing when it is registered.
+
+        A resumed run calls it when something is to be sampled: by then it has learned again what it had learned before,
+        and calls that were broken off by its end go on with the weights that they began with.
+        """
+        async with self._first:
+            if not self._serving:
+                await self._give(self._replace)
+                self._serving = True
+
+    async def _replace(self, models: list[ModelEndpoint]) -> None:
+        assert self.client is not None, "start comes first"
+        others = [known for known in await self.client.models() if not self._replaces(known)]
+        await self.client.clear_models()
+        await self.client.put_models([*others, *models])
 
     def _replaces(self, known: ModelEndpoint) -> bool:
         """Whether an endpoint answers for the policy and will not be given its weights, such as one of a past run."""
@@ -101,12 +117,19 @@ class Student:
         return metrics
 
     async def publish(self) -> None:
-        """Give the engine the newest weights, tell the gateway their version, and let sampling go on."""
+        """Give the engine the newest weights, tell the gateway their version, and let sampling go on.
+
+        Before `serve` nobody samples, and nothing is done.
+        """
+        if self._serving:
+            assert self.client is not None, "start comes first"
+            await self._give(self.client.put_models)
+
+    async def _give(self, register: Callable[[list[ModelEndpoint]], Awaitable[object]]) -> None:
         assert self.client is not None, "start comes first"
         await self._hold()
         async with self.engine.exchanging(self.version, self.client, self.name) as urls:
-            models = [ModelEndpoint(self.name, url, self.version, self.engine.protocol) for url in urls]
-            await self.client.put_models(models)
+            await register([ModelEndpoint(self.name, url, self.version, self.engine.protocol) for url in urls])
         self.engine.release()
         self._held = False
 
@@ -125,3 +148,34 @@ class Student:
         if not self._held:
             await self.engine.hold()
             self._held = True
+
+    def save(self, folder: Path) -> None:
+        """Write the model into a new `folder`, and beside it what `restore` reads (`trainer.pt`)."""
+        import torch
+
+        self.policy.save(folder)
+        random = {
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        values: dict[str, Any] = {"learner": self.learner.state_dict(), "random": random}
+        if self.policy.lora:  # the folder holds merged weights; going on needs the adapters themselves
+            named = self.policy.model.named_parameters()
+            values["adapters"] = {name: p.detach().cpu() for name, p in named if p.requires_grad}
+        torch.save(values, folder / "trainer.pt")
+
+    def restore(self, folder: Path) -> None:
+        """Give the learner (and LoRA adapters, and random generators) the state that `save` wrote."""
+        import torch
+
+        values = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        self.learner.load_state_dict(values["learner"])
+        adapters = values.get("adapters")
+        if adapters is not None:
+            parameters = dict(self.policy.model.named_parameters())
+            with torch.no_grad():
+                for name, value in adapters.items():
+                    parameters[name].copy_(value)
+        torch.set_rng_state(values["random"]["cpu"])
+        if torch.cuda.is_available() and values["random"]["cuda"]:
+            torch.cuda.set_rng_state_all(values["random"]["cuda"])

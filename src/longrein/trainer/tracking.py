@@ -1,7 +1,8 @@
 """Where a run's numbers go: `metrics.jsonl` always, TensorBoard and Weights & Biases on request, the screen by a display.
 
 A line of `metrics.jsonl` has a `kind`: `step`, `warmup`, `evaluation`, `phase` (seconds spent in one phase), `warning`,
-`note` and `begin` (a start or a resumption). Numbers that are not finite are written as null.
+`note` and `begin` (a start or a resumption). A step stands there once: when a run goes on from a checkpoint, the steps
+behind it, which are done again, become lines of kind `undone`. Numbers that are not finite are written as null.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from longrein.config import Config, ConfigError
 from longrein.records import Json, now
+from longrein.textfile import open_lines
 from longrein.trainer.evaluate import Evaluation
 from longrein.trainer.progress import Display
 
@@ -29,15 +31,29 @@ class Tracker:
     def __init__(self, config: Config, display: Display) -> None:
         self.display = display
         self._step = 0
+        self._run = config.run.path
         self._sinks = [
             *([_tensorboard(config)] if config.tracking.tensorboard else []),
             *([_wandb(config)] if config.tracking.wandb else []),
         ]
-        self._file = (config.run.path / METRICS).open("ab")
+        self._file = open_lines(self._run / METRICS)
 
-    def begin(self, step: int) -> None:
-        """Say that the run begins, or goes on after `step` steps."""
-        self._write("begin", {"step": step})
+    def begin(self, step: int | None) -> None:
+        """Say that the run begins (None), or goes on behind the checkpoint of `step`."""
+        self._undo(step)
+        self._write("begin", {"step": step or 0})
+
+    def _undo(self, step: int | None) -> None:
+        """Mark what is done again: the steps behind `step`, without one the warm-up's too."""
+        lines = read_metrics(self._run)
+        marked = [{**line, "kind": "undone", "was": line["kind"]} if _is_behind(line, step) else line for line in lines]
+        if marked == lines and self._file.tell() == sum(len(_encoded(line)) for line in lines):
+            return
+        part = (self._run / METRICS).with_suffix(".part")
+        part.write_bytes(b"".join(map(_encoded, marked)))
+        part.replace(self._run / METRICS)
+        self._file.close()
+        self._file = open_lines(self._run / METRICS)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Record a step of reinforcement learning."""
@@ -89,12 +105,23 @@ class Tracker:
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = {"kind": kind, "time": now(), **{key: _finite(value) for key, value in values.items()}}
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(_encoded(line))
         self._file.flush()
 
     def _send(self, values: Mapping[str, float], step: int) -> None:
         for sink in self._sinks:
             sink.log(values, step)
+
+
+def _encoded(line: Json) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _is_behind(line: Json, step: int | None) -> bool:
+    """Whether a line is of a step that is done again when a run goes on from the checkpoint of `step`."""
+    if line["kind"] == "step":
+        return line["step"] > (step or 0)
+    return line["kind"] == "warmup" and step is None
 
 
 def _finite(value: Any) -> Any:

@@ -16,8 +16,9 @@ from itertools import count
 from longrein.config import Config
 from longrein.records import Json, NewRollout, RolloutConfig
 from longrein.tasks import TaskOrder
-from longrein.trainer.collect import Collector, Done, RunFailed, commonest
+from longrein.trainer.collect import Collector, Done, RunFailed, attempts_of, commonest, failures
 from longrein.trainer.evaluate import run_policy
+from longrein.trainer.journal import Journal, Learned, lessons
 from longrein.trainer.progress import percent
 from longrein.trainer.student import Student
 from longrein.trainer.tracking import Tracker
@@ -53,6 +54,7 @@ async def warm_up(
     tracker: Tracker,
     tasks: Sequence[Json],
     dev_tasks: Sequence[Json],
+    journal: Journal | None = None,
     prefix: str = "",
 ) -> WarmupReport:
     """Learn from the teacher until the policy's mean reward on the dev tasks reaches `warmup.until`.
@@ -80,6 +82,9 @@ async def warm_up(
                 passed = await demonstrations.next()
                 batch = make_demonstrations([done.finished for done in passed], config.algorithm.train_kinds)
                 values = await student.imitate(batch.rows, options.learning_rate)
+            if journal is not None:
+                attempts = attempts_of(passed)
+                journal.learned(Learned("warm-up", step + 1, 0, student.version, lessons(attempts, batch.rows)))
             tracker.warmup(step + 1, {**values, "demonstrations": len(passed)})
     finally:
         await demonstrations.abandon()
@@ -107,7 +112,7 @@ def _is_check(step: int, first: int, every: int, last: int) -> bool:
 def _mean_reward(done: Sequence[Done], config: Config) -> float:
     rewards = [one.finished.reward for one in done if one.finished.reward is not None]
     if not rewards:
-        raise RunFailed(f"the warm-up's check: no rollout was graded. {commonest(done, config.run.path)}")
+        raise RunFailed(f"the warm-up's check: no rollout was graded. {commonest(failures(done), config.run.path)}")
     return sum(rewards) / len(rewards)
 
 
@@ -156,7 +161,7 @@ class Demonstrations:
             if passed:
                 return passed
             tried += done
-        failed = [one for one in tried if one.failure is not None]
+        failed = failures(tried)
         why = commonest(failed, self._config.run.path) if failed else f"Rewards: {[d.finished.reward for d in tried]}"
         raise RunFailed(f"none of {len(tried)} rollouts of the teacher reached warmup.pass_reward = {bar}. {why}")
 

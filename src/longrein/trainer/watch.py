@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from longrein.records import Call
+from longrein.records import Call, Json
 from longrein.trainer.collect import Group
 
 LENGTH_SHARE = 0.05  # share of calls cut by a token limit above which the limit is held to be too short
@@ -56,6 +56,14 @@ class Watch:
         self._said: dict[str, int] = {}
         self._zero_steps = 0
         self._first_entropy: float | None = None
+
+    def state_dict(self) -> Json:
+        return {"said": dict(self._said), "zero_steps": self._zero_steps, "first_entropy": self._first_entropy}
+
+    def load_state_dict(self, state: Json) -> None:
+        """Go on from what `state_dict` gave."""
+        self._said, self._zero_steps = dict(state["said"]), state["zero_steps"]
+        self._first_entropy = state["first_entropy"]
 
     def check(self, step: int, values: Mapping[str, float]) -> list[str]:
         """Warnings about step `step`, each at most once in `REPEAT_STEPS` steps."""

@@ -19,6 +19,9 @@ from longrein.trajectory.batch import Ledger
 from longrein.trajectory.kinds import MEANING, TRAINED_KINDS, Reason, untrained
 from longrein.trajectory.tree import build_tree
 
+#: Rollouts that are named where what was learned from them is not what the record has.
+DIFFERING_SHOWN = 20
+
 
 @dataclass
 class Report:
@@ -42,6 +45,8 @@ class Report:
     """Answered calls that a token limit cut."""
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(kind, message with its numbers left out) → rollouts."""
+    differing: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Rollouts of which other tokens were learned from than the record has to train: how many were, and how many it has."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase, in order of first appearance."""
     flags: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -54,38 +59,48 @@ def build_report(
     rewards: Mapping[str, float],
     metrics: Sequence[Mapping[str, Any]],
     kinds: Collection[CallKind] = TRAINED_KINDS,
+    learned: Mapping[str, int] | None = None,
 ) -> Report:
     """What a run's records say.
 
     `calls_by_attempt` maps (rollout id, attempt id) to calls and is gone through once; `rewards` maps the id of a graded
-    rollout to its reward; `metrics` are the lines of the run's metrics file. A step's rollouts count as trained once the
-    metrics have that step. `kinds` are those that the run trains.
+    rollout to its reward; `metrics` are the lines of the run's metrics file. `kinds` are those that the run trains.
+    `learned` maps the id of each rollout that was learned from to the tokens that were; without it (a record that was not
+    made by a run) every graded group counts as learned from.
     """
     report = Report(rollouts=len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     pruned: set[str] = set()
-    reasons = _rollout_reasons(rollouts, rewards, metrics)
+    reasons = _rollout_reasons(rollouts, rewards, learned)
+    trained: Counter[str] = Counter()
     for (rollout_id, attempt_id), calls in calls_by_attempt.items():
         rollout = by_id[rollout_id]
         if any(call.pruned for call in calls):
             pruned.add(rollout_id)
-        _count_tokens(report, rollout, attempt_id, calls, reasons[rollout_id], kinds)
+        tokens = _count_tokens(report, rollout, attempt_id, calls, reasons[rollout_id], kinds)
+        if calls:  # others may have been removed from the record since
+            trained[rollout_id] += tokens
         if rollout.is_train and rollout.config.engine == "policy" and attempt_id == rollout.status.last_attempt_id:
             _count_shape(report, calls, kinds)
     for rollout in rollouts:
         if rollout.status.error_message:
             kind = "failed" if rollout.status.state is RolloutState.failed else "graded as it stood"
             report.failures[kind, _without_numbers(rollout.status.error_message)] += 1
+    if learned is not None:
+        report.differing = {
+            name: (count, trained[name])
+            for name, count in sorted(learned.items())
+            if name in trained and count != trained[name]
+        }
     report.pruned = len(pruned)
     report.seconds = _seconds_by_phase(metrics)
     return report
 
 
 def _rollout_reasons(
-    rollouts: Sequence[Rollout], rewards: Mapping[str, float], metrics: Sequence[Mapping[str, Any]]
+    rollouts: Sequence[Rollout], rewards: Mapping[str, float], learned: Collection[str] | None
 ) -> dict[str, Reason | None]:
     """Why a whole rollout is not trained, by its id; None where it is."""
-    steps = _steps_that_count(metrics)
     reasons: dict[str, Reason | None] = {}
     for rollout in rollouts:
         reasons[rollout.rollout_id] = _own_reason(rollout, rewards)
@@ -95,35 +110,13 @@ def _rollout_reasons(
         if rollout.group_id is not None and reasons[rollout.rollout_id] in ("failed rollout", "no reward")
     }
     for rollout in rollouts:
-        if reasons[rollout.rollout_id] is not None:
+        if reasons[rollout.rollout_id] is not None or (learned is not None and rollout.rollout_id in learned):
             continue
         if rollout.group_id in incomplete:
             reasons[rollout.rollout_id] = "group dropped"
-        elif steps is not None and "step" in rollout.metadata and _step_of(rollout) not in steps:
+        elif learned is not None:
             reasons[rollout.rollout_id] = "step not finished"
     return reasons
-
-
-def _step_of(rollout: Rollout) -> tuple[int, int]:
-    return rollout.metadata.get("start", 0), rollout.metadata["step"]
-
-
-def _steps_that_count(metrics: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]] | None:
-    """(start, step) of the steps that the last weights come from; None without metrics.
-
-    A start that goes on from step n undoes the later steps of the starts before it.
-    """
-    if not any(line.get("kind") in ("begin", "step") for line in metrics):
-        return None
-    steps: set[tuple[int, int]] = set()
-    start = -1
-    for line in metrics:
-        if line.get("kind") == "begin":
-            start += 1
-            steps = {pair for pair in steps if pair[1] <= line["step"]}
-        elif line.get("kind") == "step":
-            steps.add((max(0, start), line["step"]))
-    return steps
 
 
 def _own_reason(rollout: Rollout, rewards: Mapping[str, float]) -> Reason | None:
@@ -148,8 +141,10 @@ def _count_tokens(
     calls: Sequence[Call],
     reason: Reason | None,
     kinds: Collection[CallKind],
-) -> None:
+) -> int:
+    """Count the tokens of an attempt's calls; how many were trained."""
     report.calls += len(calls)
+    trained = 0
     if attempt_id != rollout.status.last_attempt_id:
         reason = "earlier attempt"
     for call in calls:
@@ -158,9 +153,11 @@ def _count_tokens(
             report.length_limited += call.finish_reason == "length"
         why = reason or untrained(call, kinds)
         if why is None:
-            report.tokens.trained += call.sampled_count
+            trained += call.sampled_count
         else:
             report.tokens.leave_out([call], why)
+    report.tokens.trained += trained
+    return trained
 
 
 def _count_shape(report: Report, calls: Sequence[Call], kinds: Collection[CallKind]) -> None:
@@ -232,6 +229,9 @@ def _tables(report: Report) -> list[_Table]:
     forks = [(cause, f"{count:,}", _share(count, report.shaped_calls)) for cause, count in report.forks.most_common()]
     failures = [(kind, text, f"{count:,}") for (kind, text), count in report.failures.most_common()]
     flags = [(*names, f"{count:,}") for names, count in report.flags.most_common()]
+    differing = [(name, f"{count:,}", f"{known:,}") for name, (count, known) in report.differing.items()][
+        :DIFFERING_SHOWN
+    ]
     total = sum(report.seconds.values())
     times = [
         (phase, f"{seconds:.1f} s", _share(seconds, total))
@@ -239,6 +239,7 @@ def _tables(report: Report) -> list[_Table]:
     ]
     tables = [
         _Table("Tokens", ("tokens", "count", "share", "why"), token_rows),
+        _Table("Learned from otherwise than recorded", ("rollout", "tokens learned", "tokens recorded"), differing),
         _Table("Rollouts and calls", ("", "value"), shape_rows),
         _Table("Forks by cause", ("cause", "calls", "share of calls"), forks),
         _Table("Failures by kind", ("rollout", "message", "rollouts"), failures),

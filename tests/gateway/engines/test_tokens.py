@@ -278,3 +278,25 @@ async def test_a_harness_does_not_notice_that_a_stream_broke(tmp_path: Path) -> 
             [call] = gateway.calls(rollout)
             assert (call.status, call.sampled, call.finish_reason) == ("ok", [40, 41, 42, stop], "stop")
             assert call.logprobs == pytest.approx([-0.4, -0.41, -0.42, -0.02])
+
+
+async def test_an_engine_that_takes_the_place_of_a_dead_one_is_given_the_calls_that_wait(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longrein.gateway.engines.tokens.REGISTRATION_SECONDS", 0.05)
+    clock = asyncio.get_running_loop()
+    async with fake_engine(Stream([event(7, finish="stop")])) as server:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            dead = ModelEndpoint("policy", f"http://127.0.0.1:{free.getsockname()[1]}", protocol="tokens")
+        living = ModelEndpoint("policy", server.url, protocol="tokens")
+        began = clock.time()
+        replaced = iter([[], [living]])
+
+        def endpoints() -> list[ModelEndpoint]:
+            """The dead one for longer than a call waits for a first one; then for a moment none."""
+            return [dead] if clock.time() - began < 0.2 else next(replaced, [living])
+
+        assert [id for chunk in await collect(TokensEngine(http, endpoints), request()) for id in chunk.token_ids] == [
+            7
+        ]

@@ -99,7 +99,7 @@ class TokensEngine:
     async def _member(self, reply: Reply) -> Member:
         """The endpoint for the rest of a reply, once there is one. Raises `EngineError` when none comes in time."""
         clock = asyncio.get_running_loop()
-        began, fault = clock.time(), ""
+        began, none_since, fault = clock.time(), None, ""
         while True:
             members = self.fleet.members(self.endpoints())
             usable = [member for member in members if member.fault is None]
@@ -107,10 +107,13 @@ class TokensEngine:
             if usable:
                 chosen = choose_endpoint([m.endpoint for m in fresh or usable], reply.request.rollout_id)
                 return next(m for m in usable if m.endpoint is chosen)
-            patience = PATIENCE_SECONDS if members else REGISTRATION_SECONDS
             if members:
-                fault = "; ".join(member.fault or "" for member in members)
-            if clock.time() - began >= patience:
+                none_since, fault = None, "; ".join(member.fault or "" for member in members)
+                since, patience = began, PATIENCE_SECONDS
+            else:  # for a moment only, when one engine takes the place of another, however long this call has waited
+                none_since = clock.time() if none_since is None else none_since
+                since, patience = none_since, REGISTRATION_SECONDS
+            if clock.time() - since >= patience:
                 raise EngineError(fault or "no engine has registered for this model (POST /api/models)", 503)
             await self.fleet.change(min(0.2, patience) if not members else 1.0)
 
