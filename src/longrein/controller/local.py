@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +20,7 @@ import msgspec
 
 from longrein import config
 from longrein.controller.adoption import Control, Journal
+from longrein.controller.confinement import Confined, Confinement, confine, recover, release
 from longrein.controller.warmstart import (
     Exit,
     InfrastructureError,
@@ -30,6 +31,7 @@ from longrein.controller.warmstart import (
     preloaded_program,
     running_interpreter,
 )
+from longrein.controller.workspace import make_workspace
 from longrein.records import Attempt, Json, Outcome, Rollout, StartedAttempt, Usage
 from longrein.textfile import tail
 
@@ -74,6 +76,9 @@ class Site:
     held: Callable[[], float]
     control: Control | None = None
     """What agents outlive this process by; without it they end with it."""
+    confinement: Confinement = field(default_factory=Confinement)
+    git: str = "hide"
+    """How much of the Git data of agent.workspace is copied (`workspace.git`)."""
 
 
 @dataclass(frozen=True)
@@ -154,61 +159,76 @@ async def run_agent(site: Site, started: StartedAttempt, stop: asyncio.Event) ->
     rollout, attempt = started.rollout, started.attempt
     directory = attempt_directory(site.attempts, rollout.rollout_id, attempt.attempt_id)
     process: Process | None = None
+    confined = Confined(directory, directory, site.confinement)
     try:
-        await asyncio.to_thread(_prepare_directory, directory, rollout.input, site.agent.workspace)
-        environment = _environment(site, started, directory)
-        program = _program(site, rollout, directory, environment)
+        await asyncio.to_thread(_prepare_directory, site, directory, rollout.input)
+        confined = await asyncio.to_thread(confine, site.confinement, directory)
+        environment = _environment(site, started, confined)
+        program, files = _program(site, rollout, confined, environment)
+        program = confined.wrap(program, files)
         process = await site.launcher.spawn(
             program,
             environment=environment,
-            directory=directory / "work",
+            directory=confined.working_directory,
             stdout=directory / "stdout.log",
             stderr=directory / "stderr.log",
+            confine=confined.plan,
             control=site.control.request(attempt, directory / "task.json") if site.control else None,
         )
-        return _ended(site, rollout, directory, await _finish(site, rollout, process, stop, site.held()))
+        return _ended(site, rollout, confined, await _finish(site, rollout, process, stop, site.held()))
     except StartError as error:
         return Ended(Outcome.infrastructure_failed, None, str(error), None, directory, final=True)
     except (InfrastructureError, OSError) as error:
         journal = site.control.journal(rollout.rollout_id, attempt.attempt_id) if site.control else None
-        return await _lost(site, rollout, journal, error, directory)
+        return await _lost(site, rollout, journal, error, confined)
     finally:
         if process is not None:
             process.close()
+        await asyncio.shield(asyncio.to_thread(release, confined))
 
 
 async def go_on(site: Site, rollout: Rollout, attempt: Attempt, journal: Journal | None, stop: asyncio.Event) -> Ended:
     """What `run_agent` does, for an agent that an earlier controller started."""
     directory = attempt_directory(site.attempts, rollout.rollout_id, attempt.attempt_id)
+    confined = await asyncio.to_thread(recover, site.confinement, directory)
     process: Process | None = None
     try:
         if site.control is None or journal is None:
             raise InfrastructureError("its controller ended before its agent was started")
         found = await site.control.adopt(journal)
         if isinstance(found, Exit):
-            return _ended(site, rollout, directory, found)
+            return _ended(site, rollout, confined, found)
         process = found
         logger.info(
             "attempt %s of rollout %s runs on, as process %d", attempt.attempt_id, rollout.rollout_id, process.pid
         )
-        return _ended(site, rollout, directory, await _finish(site, rollout, process, stop, journal.held))
+        return _ended(site, rollout, confined, await _finish(site, rollout, process, stop, journal.held))
     except (InfrastructureError, OSError) as error:
-        return await _lost(site, rollout, journal, error, directory)
+        return await _lost(site, rollout, journal, error, confined)
     finally:
         if process is not None:
             process.close()
+        await asyncio.shield(asyncio.to_thread(release, confined))
 
 
-async def _lost(site: Site, rollout: Rollout, journal: Journal | None, error: Exception, directory: Path) -> Ended:
+async def _lost(site: Site, rollout: Rollout, journal: Journal | None, error: Exception, confined: Confined) -> Ended:
     """How an attempt ended whose supervisor is lost: as it had noted, else as an infrastructure failure that leaves nothing."""
     if site.control is not None and journal is not None:
         if journal.exit is not None:
-            return _ended(site, rollout, directory, journal.exit)
+            try:
+                return _ended(site, rollout, confined, journal.exit)
+            except (InfrastructureError, OSError) as again:  # there was no agent: its sandbox could not be set up
+                return Ended(Outcome.infrastructure_failed, None, str(again), None, confined.directory)
         await site.control.end_left(journal)
-    return Ended(Outcome.infrastructure_failed, None, str(error) or repr(error), None, directory)
+    return Ended(Outcome.infrastructure_failed, None, str(error) or repr(error), None, confined.directory)
 
 
-def _ended(site: Site, rollout: Rollout, directory: Path, exit: Exit) -> Ended:
+def _ended(site: Site, rollout: Rollout, confined: Confined, exit: Exit) -> Ended:
+    """How an attempt ended. Raises `InfrastructureError` when its sandbox could not be set up."""
+    directory, words = confined.directory, None
+    if exit.cut not in ("stop", "abandoned"):
+        code, words = confined.outcome(exit.code)
+        exit = replace(exit, code=code)
     if exit.cut == "stop":
         return Ended(Outcome.infrastructure_failed, exit.code, STOPPED, exit.usage, directory, final=True)
     if exit.cut == "abandoned":
@@ -218,6 +238,7 @@ def _ended(site: Site, rollout: Rollout, directory: Path, exit: Exit) -> Ended:
     if not timed_out and exit.code == 0:
         return Ended(Outcome.succeeded, 0, None, exit.usage, directory)
     what = f"timeout after {_timeout(site, rollout):g} s" if timed_out else _exit_in_words(exit.code)
+    what = f"{what} ({words})" if words else what
     said = _TOKEN.sub("(token)", tail(directory / "stderr.log", 20, 4096))[-2048:]
     reason = f"{what}; its stderr ends:\n{said}" if said else f"{what}; it wrote nothing to stderr"
     return Ended(Outcome.agent_failed, exit.code, reason, exit.usage, directory, timed_out=timed_out)
@@ -246,22 +267,18 @@ async def _finish(site: Site, rollout: Rollout, process: Process, stop: asyncio.
         stopping.cancel()
 
 
-def _prepare_directory(directory: Path, task: Json, workspace: str) -> None:
+def _prepare_directory(site: Site, directory: Path, task: Json) -> None:
     if directory.exists():  # of a run whose record was thrown away
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
-    if workspace:
-        if not Path(workspace).is_dir():
-            raise StartError(f"agent.workspace: {workspace} is not a folder")
-        shutil.copytree(workspace, directory / "work", symlinks=True)
-    else:
-        (directory / "work").mkdir()
+    make_workspace(site.agent.workspace, directory / "work", fill(site.git, task, directory, "workspace.git"))
     (directory / "task.json").write_bytes(msgspec.json.encode(task))
 
 
-def _environment(site: Site, started: StartedAttempt, directory: Path) -> dict[str, str]:
+def _environment(site: Site, started: StartedAttempt, confined: Confined) -> dict[str, str]:
     rollout, attempt = started.rollout, started.attempt
-    gateway = site.gateway_url.rstrip("/")
+    directory = confined.inside
+    gateway = confined.gateway_url(site.gateway_url)
     ids = (quote(rollout.rollout_id, safe=""), quote(attempt.attempt_id, safe=""))
     models = f"{gateway}/proxy/rollout/{ids[0]}/attempt/{ids[1]}/mode/{'train' if rollout.is_train else 'val'}"
     ours = {
@@ -280,7 +297,15 @@ def _environment(site: Site, started: StartedAttempt, directory: Path) -> dict[s
         theirs[name] = _mapped(name, path, rollout.input)
     if taken := sorted(theirs.keys() & ours.keys()):
         raise StartError(f"agent.env: {', '.join(taken)} is set by Longrein for every attempt; leave it out")
-    return {**base_environment(), **theirs, **ours}
+    return {**base_environment(), **_own_home(confined), **theirs, **ours}
+
+
+def _own_home(confined: Confined) -> dict[str, str]:
+    """What tells an agent of its home and user, where they are not the controller's."""
+    if confined.home is None:
+        return {}
+    own = {"HOME": str(confined.home), "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/sh"}
+    return own | ({"TMPDIR": "/tmp"} if confined.confinement.bwrap else {})
 
 
 def _mapped(name: str, path: str, task: Json) -> str:
@@ -324,26 +349,44 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _program(site: Site, rollout: Rollout, directory: Path, environment: Mapping[str, str]) -> Program:
+def _program(
+    site: Site, rollout: Rollout, confined: Confined, environment: Mapping[str, str]
+) -> tuple[Program, list[str]]:
+    """What to run, and the files of the run file's folder that it is made of."""
     agent, warm = site.agent, site.launcher.modules
     agent_class = (rollout.config.local.agent_class if rollout.config.local else None) or agent.agent_class
     if agent_class:
         arguments = [str(site.folder), agent_class]
         if warm:
-            return Program("code", _AGENT_CLASS_RUNNER, arguments)
+            return Program("code", _AGENT_CLASS_RUNNER, arguments), []
         python = running_interpreter()
-        return Program("exec", python, [python, "-c", _AGENT_CLASS_RUNNER, *arguments])
+        program = Program("exec", python, [python, "-c", _AGENT_CLASS_RUNNER, *arguments])
+        return program, _module_files(site.folder, agent_class)
     if not agent.command:
         raise StartError("there is no agent to run; set agent.command or agent.agent_class")
-    command = [fill(word, rollout.input, directory, "agent.command") for word in agent.command]
-    folders = [directory / "work", site.folder]
+    command = [fill(word, rollout.input, confined.inside, "agent.command") for word in agent.command]
+    folders = [confined.directory / "work", site.folder]
+    files = []
     is_python = bool(_PYTHON.fullmatch(Path(command[0]).name))
     if is_python and len(command) > 1 and not command[1].startswith("-"):
         command[1] = _existing(command[1], folders) or command[1]
+        files = _of_folder(site.folder, [command[1]])
     if warm:
-        return preloaded_program(command)
+        return preloaded_program(command), []
     target = find_program(command[0], environment["PATH"], folders)
-    return Program("exec", target, [target if is_python else command[0], *command[1:]])
+    files += _of_folder(site.folder, [target])
+    return Program("exec", target, [target if is_python else command[0], *command[1:]]), files
+
+
+def _of_folder(folder: Path, names: list[str]) -> list[str]:
+    """Those of `names` that are files below the run file's folder."""
+    return [name for name in names if Path(name).is_relative_to(folder) and Path(name).is_file()]
+
+
+def _module_files(folder: Path, agent_class: str) -> list[str]:
+    """The file or folder of the run file's folder that a class's module is in; [] for an installed one."""
+    top = agent_class.replace(":", ".").split(".")[0]
+    return [str(path) for path in (folder / f"{top}.py", folder / top) if path.exists()][:1]
 
 
 def _existing(name: str, folders: list[Path]) -> str | None:

@@ -26,6 +26,7 @@ from longrein.audit.audit import Auditor, Verdict
 from longrein.client import ApiError, Client
 from longrein.config import Config
 from longrein.controller.adoption import Control, take_control
+from longrein.controller.confinement import open_confinement
 from longrein.controller.grading import GradeError, Graders, posted_grade
 from longrein.controller.line import FIRST_PAUSE, LONGEST_PAUSE, Line
 from longrein.controller.local import (
@@ -144,10 +145,18 @@ async def run_controller(
         folder = Path.cwd() / config.run.folder
         workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
         log = run / "logs" / "grader.log"
-        site = Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: control.held, control)
         line = Line(client, stop)
         control.gateway = lambda: line.instance
-        async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
+        async with (
+            open_confinement(config, client.url) as confinement,
+            Graders(config.reward, folder, base_environment(), log, workers=workers) as graders,
+        ):
+            site = Site(
+                *(config.agent, folder, run / "attempts", client.url, launcher, lambda: control.held),
+                control=control,
+                confinement=confinement,
+                git=config.workspace.git,
+            )
             controller = _Controller(
                 config=config,
                 client=client,

@@ -18,7 +18,7 @@ the note of the request and the supervisor's process, then the agent's process, 
 told by its number and its start time, since numbers are used again.
 
 Messages are lines of JSON. Request: `{"program": [kind, target, arguments], "environment", "directory", "stdout",
-"stderr", "limits"}`, kind `exec` (any command) or, in an interpreter with preloaded modules, `script`, `module` or
+"stderr", "limits"}`, perhaps `"confine"` (see ../sandbox/privileges.py), kind `exec` (any command) or, in an interpreter with preloaded modules, `script`, `module` or
 `code` (what `python FILE`, `python -m MODULE` and `python -c CODE` run), and for a journal `{"control": {"folder", "name",
 "controller", "seconds", "note"}}`. Answers: `{"pid", "watched_seconds"}` once the agent runs and to every controller that
 connects later, or `{"error"}`; then `{"exit_code", "wall_seconds", "cpu_seconds", "max_rss_bytes", "cut"}` when all is
@@ -47,6 +47,18 @@ import sys
 import threading
 import time
 import types
+
+
+def load_privileges() -> types.ModuleType:
+    """The file beside the sandbox's own, without Longrein, which an agent's interpreter may not have."""
+    file = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "sandbox", "privileges.py")
+    loader = importlib.machinery.SourceFileLoader("longrein_privileges", file)
+    module = types.ModuleType(loader.name)
+    loader.exec_module(module)
+    return module
+
+
+privileges = load_privileges()
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -469,7 +481,7 @@ def reset_signals() -> None:
 
 
 def enter(request: dict) -> None:
-    """Session, log files, directory and limits of the agent."""
+    """Session, log files, limits, user and directory of the agent."""
     os.setsid()
     for fd, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -484,6 +496,8 @@ def enter(request: dict) -> None:
         hard = resource.getrlimit(kind)[1]
         soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (soft, soft))
+    if request.get("confine"):
+        privileges.confine(request["confine"])
     os.chdir(request["directory"])
 
 

@@ -171,9 +171,10 @@ class Launcher:
         directory: Path,
         stdout: Path,
         stderr: Path,
+        confine: Mapping[str, Any] | None = None,
         control: dict[str, Any] | None = None,
     ) -> Process:
-        """Start a program in its own session, with exactly this environment.
+        """Start a program in its own session, with exactly this environment, confined by a plan (`Confined.plan`).
 
         `control` (`adoption.Control.request`) has the agent outlive this process.
         Raises `InfrastructureError` when it could not be started, `StartError` for modules that cannot be preloaded.
@@ -195,6 +196,7 @@ class Launcher:
             "stdout": str(stdout),
             "stderr": str(stderr),
             "limits": LIMITS,
+            **({"confine": dict(confine)} if confine else {}),
         }
         if control is not None:
             request["control"] = control
