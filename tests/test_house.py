@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "longrein"
 
 #: From the ground up. The three rooms of the third floor never import each other.
 FLOORS = [
-    {"records", "config", "functions", "textfile", "database", "schema", "processes"},
+    {"records", "config", "functions", "textfile", "database", "schema", "processes", "unixsocket"},
     {"store", "client", "trajectory", "learning", "sandbox", "tasks"},
     {"gateway", "controller", "trainer", "report"},
     {"run"},

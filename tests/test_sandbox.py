@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longrein import sandbox
+from longrein.sandbox import running as sandbox
 from longrein.sandbox import Limits, SandboxError, copy_tree, lay_over, run
 
 try:
@@ -108,15 +108,50 @@ time.sleep(600)  # {mark}
         memory = run(python("b = bytearray(10**9)"), work, limits=Limits(memory_bytes=500 * 2**20))
         assert "MemoryError" in memory.stderr
 
-    def test_an_installed_bubblewrap_does_the_same(self, work: Path) -> None:
-        if shutil.which("bwrap") is None:
+    def test_bubblewrap_is_used_where_it_is_installed(self) -> None:
+        if sandbox.bubblewrap.find_bubblewrap() is None:
             pytest.skip("bubblewrap is not installed")
-        assert sandbox._isolation() is sandbox._bubblewrap
+        root = os.geteuid() == 0
+        assert sandbox._isolation() is (sandbox._bubblewrap_as_root if root else sandbox._bubblewrap_as_user)
+
+    def test_whoever_runs_inside_has_no_rights(self, work: Path) -> None:
+        code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print(int(status["CapPrm"], 16), int(status["CapInh"], 16), status["NoNewPrivs"])
+print(libc.unshare(0x10000000), libc.ptrace(16, 1, 0, 0))
+print(os.getuid())
+"""
+        done = run(python(code), work)
+        assert done.stdout.splitlines()[:2] == ["0 0 1", "-1 -1"], done.stderr
+        assert done.stdout.splitlines()[2] == ("65534" if os.geteuid() == 0 else str(os.getuid()))
+        assert os.stat(work / "answer.py").st_uid == os.geteuid()
+
+    def test_a_command_that_does_not_exist_is_said(self, work: Path) -> None:
+        done = run(["no-such-program"], work)
+        assert (done.exit_code, done.timed_out) == (127, False)
+        assert "no-such-program cannot be started" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["_bubblewrap_as_user", "_unshare"])
+def test_the_other_ways_of_isolation(work: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "_bubblewrap_as_user" and sandbox.bubblewrap.find_bubblewrap() is None:
+        pytest.skip("bubblewrap is not installed")
+    if way == "_unshare" and shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    wrap = getattr(sandbox, way)
+    monkeypatch.setattr(sandbox, "_isolation", lambda: wrap)
+    done = run(python("from answer import VALUE; import os; print(VALUE, os.getcwd())"), work)
+    assert (done.exit_code, done.stdout) == (0, "41 /work\n"), done.stderr
+    limited = run(python("open('big', 'wb').write(b'x' * 2_000_000)"), work, limits=Limits(file_bytes=1_000_000))
+    assert limited.exit_code != 0
 
 
 def test_without_isolation_nothing_runs(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox._isolation.cache_clear()
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sandbox.bubblewrap, "find_bubblewrap", lambda: None)
     with pytest.raises(SandboxError, match="Install bubblewrap"):
         run(["touch", "ran"], work)
     sandbox._isolation.cache_clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -173,6 +174,22 @@ class Agent(Section):
     workspace: str = Field(
         default="", description="Folder copied into each attempt's working directory before the agent starts."
     )
+    sandbox: Literal["none", "bubblewrap"] = Field(
+        default="none",
+        description="What agents run in: their user's rights alone, or a bubblewrap sandbox without network but the gateway.",
+    )
+    user: str = Field(
+        default="auto",
+        description="Whom agents run as when the controller is root: a user of its own for each attempt (auto), a user's name, or root.",
+    )
+    first_uid: int = Field(
+        default=2_000_000_000,
+        ge=1000,
+        description="First of the 60,000 user and group ids that agent.user = 'auto' takes from.",
+    )
+    expose: list[str] = Field(
+        default=[], description="Files and folders that agents may read besides the system's and the interpreter's."
+    )
     timeout_seconds: float = Field(default=600.0, gt=0, description="Longest run of an attempt.")
     grace_seconds: float = Field(default=5.0, ge=0, description="Time between asking an agent to end and killing it.")
     max_concurrent: int = Field(default=8, ge=1, description="Attempts that run at once.")
@@ -180,6 +197,35 @@ class Agent(Section):
     controller: Literal["start", "external"] = Field(
         default="start", description="Start a controller with the run, or use one that runs already."
     )
+
+
+class Workspace(Section):
+    git: str = Field(
+        default="hide",
+        description="Git data in the copy of agent.workspace: none (hide), one fresh commit of all files (squash), or all of it, history included (keep); {task.FIELD} takes one of these from the task.",
+    )
+
+
+class Sandbox(Section):
+    memory_bytes: int = Field(
+        default=4 * 1024**3,
+        ge=0,
+        description="Memory of an attempt's processes together (of each of them where there are no cgroups); 0 sets no limit.",
+    )
+    processes: int = Field(
+        default=512, ge=0, description="Processes and threads of an attempt at once; 0 sets no limit."
+    )
+    cpu_seconds: int = Field(default=3600, ge=0, description="CPU time of each process; 0 sets no limit.")
+    file_bytes: int = Field(default=1024**3, ge=0, description="Largest file that is written; 0 sets no limit.")
+    disk_bytes: int = Field(
+        default=4 * 1024**3, ge=0, description="Size of the working directory at which the attempt is ended; 0: none."
+    )
+    tmp_bytes: int = Field(
+        default=512 * 1024**2,
+        ge=1024**2,
+        description="Size of each of /tmp, /dev/shm and the home directory, in memory.",
+    )
+    open_files: int = Field(default=4096, ge=16, description="Open files of each process.")
 
 
 class Task(Section):
@@ -299,6 +345,12 @@ class Config(Section):
     gate: Gate = Field(default_factory=Gate, description="What happens to calls while the model is updated.")
     store: Store = Field(default_factory=Store, description="The durable record.")
     agent: Agent = Field(default_factory=Agent, description="The harness and how it is run.")
+    sandbox: Sandbox = Field(
+        default_factory=Sandbox, description="Limits of an attempt in a sandbox (agent.sandbox = 'bubblewrap')."
+    )
+    workspace: Workspace = Field(
+        default_factory=Workspace, description="What of agent.workspace an agent finds in its working directory."
+    )
     task: Task = Field(default_factory=Task, description="What the harness is run on.")
     reward: Reward = Field(default_factory=Reward, description="Who grades and how.")
     warmup: Warmup = Field(default_factory=Warmup, description="Supervised start from a teacher's rollouts.")
@@ -336,6 +388,13 @@ class Config(Section):
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
         if self.agent.command and self.agent.agent_class:
             raise ValueError("agent.command: give agent.command or agent.agent_class, not both")
+        if self.agent.preload and self.agent.sandbox != "none":
+            raise ValueError(
+                "agent.preload: agents in a sandbox are started afresh and never forked from a preloaded parent; leave out "
+                "agent.preload or agent.sandbox"
+            )
+        if not re.fullmatch(r"hide|squash|keep|\{task\.[^{}]+\}", self.workspace.git):
+            raise ValueError(f"workspace.git: {self.workspace.git!r} is none of hide, squash, keep and {{task.FIELD}}")
         if self.warmup.steps and not (self.warmup.teacher or self.warmup.teacher_url):
             raise ValueError("warmup.teacher: warmup.steps > 0 needs warmup.teacher or warmup.teacher_url")
         if self.warmup.teacher and self.warmup.teacher_url:
@@ -393,6 +452,11 @@ def _anchor(values: dict[str, Any], folder: Path) -> None:
         if is_file:
             assert isinstance(table, dict)
             table[key] = str((folder / value).resolve())
+    agent = values.get("agent")
+    if isinstance(agent, dict) and isinstance(agent.get("expose"), list):
+        agent["expose"] = [
+            str(folder / os.path.expanduser(path)) if isinstance(path, str) else path for path in agent["expose"]
+        ]
     for section, key in (("model", "path"), ("gateway", "key_file"), ("run", "folder")):
         table = values.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -156,7 +157,9 @@ class FakeClient(Client):
 
 def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
     run = {"dir": str(tmp_path / "runs"), "name": "r", "folder": str(tmp_path)}
-    agent = {"command": ["true"], "max_concurrent": 4, "grace_seconds": 0.5, **sections.pop("agent", {})}
+    # These agents write into the test's own folder; tests of whom agents run as say otherwise.
+    user = {"user": "root"} if os.geteuid() == 0 else {}
+    agent = {"command": ["true"], "max_concurrent": 4, "grace_seconds": 0.5, **user, **sections.pop("agent", {})}
     reward = {"function": "grader:grade", **sections.pop("reward", {})}
     return Config.model_validate({"run": run, "agent": agent, "reward": reward, **sections})
 

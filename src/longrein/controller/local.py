@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from longrein import config
+from longrein.controller.confinement import Confined, Confinement, confine, release
 from longrein.controller.warmstart import (
     Exit,
     InfrastructureError,
@@ -28,6 +29,7 @@ from longrein.controller.warmstart import (
     preloaded_program,
     running_interpreter,
 )
+from longrein.controller.workspace import make_workspace
 from longrein.records import Json, Outcome, Rollout, StartedAttempt, Usage
 from longrein.textfile import tail
 
@@ -67,6 +69,9 @@ class Site:
     gateway_url: str
     launcher: Launcher
     held: Callable[[], float]
+    confinement: Confinement = field(default_factory=Confinement)
+    git: str = "hide"
+    """How much of the Git data of agent.workspace is copied (`workspace.git`)."""
 
 
 @dataclass(frozen=True)
@@ -147,18 +152,26 @@ async def run_agent(site: Site, started: StartedAttempt, stop: asyncio.Event) ->
     directory = attempt_directory(site.attempts, rollout.rollout_id, attempt.attempt_id)
     timeout = rollout.config.timeout_seconds or site.agent.timeout_seconds
     process: Process | None = None
+    confined = Confined(directory, directory, site.confinement)
+    words = None
     try:
-        await asyncio.to_thread(_prepare_directory, directory, rollout.input, site.agent.workspace)
-        environment = _environment(site, started, directory)
-        program = _program(site, rollout, directory, environment)
+        await asyncio.to_thread(_prepare_directory, site, directory, rollout.input)
+        confined = await asyncio.to_thread(confine, site.confinement, directory)
+        environment = _environment(site, started, confined)
+        program, files = _program(site, rollout, confined, environment)
+        program = confined.wrap(program, files)
         process = await site.launcher.spawn(
             program,
             environment=environment,
-            directory=directory / "work",
+            directory=confined.working_directory,
             stdout=directory / "stdout.log",
             stderr=directory / "stderr.log",
+            confine=confined.plan,
         )
         exit, cut = await _finish(process, timeout, site.held, site.agent.grace_seconds, stop)
+        if cut != "stop":
+            code, words = confined.outcome(exit.code)
+            exit = Exit(code, exit.usage)
     except StartError as error:
         return Ended(Outcome.infrastructure_failed, None, str(error), None, directory, final=True)
     except (InfrastructureError, OSError) as error:
@@ -166,11 +179,13 @@ async def run_agent(site: Site, started: StartedAttempt, stop: asyncio.Event) ->
     finally:
         if process is not None:
             process.close()
+        await asyncio.shield(asyncio.to_thread(release, confined))
     if cut == "stop":
         return Ended(Outcome.infrastructure_failed, exit.code, STOPPED, exit.usage, directory, final=True)
     if cut is None and exit.code == 0:
         return Ended(Outcome.succeeded, 0, None, exit.usage, directory)
     what = f"timeout after {timeout:g} s" if cut else _exit_in_words(exit.code)
+    what = f"{what} ({words})" if words else what
     said = tail(directory / "stderr.log", 20, 2048).replace(started.token, "(token)")
     reason = f"{what}; its stderr ends:\n{said}" if said else f"{what}; it wrote nothing to stderr"
     return Ended(Outcome.agent_failed, exit.code, reason, exit.usage, directory)
@@ -200,22 +215,18 @@ async def _finish(
         stopping.cancel()
 
 
-def _prepare_directory(directory: Path, task: Json, workspace: str) -> None:
+def _prepare_directory(site: Site, directory: Path, task: Json) -> None:
     if directory.exists():  # of a run whose record was thrown away
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
-    if workspace:
-        if not Path(workspace).is_dir():
-            raise StartError(f"agent.workspace: {workspace} is not a folder")
-        shutil.copytree(workspace, directory / "work", symlinks=True)
-    else:
-        (directory / "work").mkdir()
+    make_workspace(site.agent.workspace, directory / "work", fill(site.git, task, directory, "workspace.git"))
     (directory / "task.json").write_bytes(msgspec.json.encode(task))
 
 
-def _environment(site: Site, started: StartedAttempt, directory: Path) -> dict[str, str]:
+def _environment(site: Site, started: StartedAttempt, confined: Confined) -> dict[str, str]:
     rollout, attempt = started.rollout, started.attempt
-    gateway = site.gateway_url.rstrip("/")
+    directory = confined.inside
+    gateway = confined.gateway_url(site.gateway_url)
     ids = (quote(rollout.rollout_id, safe=""), quote(attempt.attempt_id, safe=""))
     models = f"{gateway}/proxy/rollout/{ids[0]}/attempt/{ids[1]}/mode/{'train' if rollout.is_train else 'val'}"
     ours = {
@@ -234,7 +245,15 @@ def _environment(site: Site, started: StartedAttempt, directory: Path) -> dict[s
         theirs[name] = _mapped(name, path, rollout.input)
     if taken := sorted(theirs.keys() & ours.keys()):
         raise StartError(f"agent.env: {', '.join(taken)} is set by Longrein for every attempt; leave it out")
-    return {**base_environment(), **theirs, **ours}
+    return {**base_environment(), **_own_home(confined), **theirs, **ours}
+
+
+def _own_home(confined: Confined) -> dict[str, str]:
+    """What tells an agent of its home and user, where they are not the controller's."""
+    if confined.home is None:
+        return {}
+    own = {"HOME": str(confined.home), "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/sh"}
+    return own | ({"TMPDIR": "/tmp"} if confined.confinement.bwrap else {})
 
 
 def _mapped(name: str, path: str, task: Json) -> str:
@@ -278,26 +297,44 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _program(site: Site, rollout: Rollout, directory: Path, environment: Mapping[str, str]) -> Program:
+def _program(
+    site: Site, rollout: Rollout, confined: Confined, environment: Mapping[str, str]
+) -> tuple[Program, list[str]]:
+    """What to run, and the files of the run file's folder that it is made of."""
     agent, warm = site.agent, site.launcher.modules
     agent_class = (rollout.config.local.agent_class if rollout.config.local else None) or agent.agent_class
     if agent_class:
         arguments = [str(site.folder), agent_class]
         if warm:
-            return Program("code", _AGENT_CLASS_RUNNER, arguments)
+            return Program("code", _AGENT_CLASS_RUNNER, arguments), []
         python = running_interpreter()
-        return Program("exec", python, [python, "-c", _AGENT_CLASS_RUNNER, *arguments])
+        program = Program("exec", python, [python, "-c", _AGENT_CLASS_RUNNER, *arguments])
+        return program, _module_files(site.folder, agent_class)
     if not agent.command:
         raise StartError("there is no agent to run; set agent.command or agent.agent_class")
-    command = [fill(word, rollout.input, directory, "agent.command") for word in agent.command]
-    folders = [directory / "work", site.folder]
+    command = [fill(word, rollout.input, confined.inside, "agent.command") for word in agent.command]
+    folders = [confined.directory / "work", site.folder]
+    files = []
     is_python = bool(_PYTHON.fullmatch(Path(command[0]).name))
     if is_python and len(command) > 1 and not command[1].startswith("-"):
         command[1] = _existing(command[1], folders) or command[1]
+        files = _of_folder(site.folder, [command[1]])
     if warm:
-        return preloaded_program(command)
+        return preloaded_program(command), []
     target = find_program(command[0], environment["PATH"], folders)
-    return Program("exec", target, [target if is_python else command[0], *command[1:]])
+    files += _of_folder(site.folder, [target])
+    return Program("exec", target, [target if is_python else command[0], *command[1:]]), files
+
+
+def _of_folder(folder: Path, names: list[str]) -> list[str]:
+    """Those of `names` that are files below the run file's folder."""
+    return [name for name in names if Path(name).is_relative_to(folder) and Path(name).is_file()]
+
+
+def _module_files(folder: Path, agent_class: str) -> list[str]:
+    """The file or folder of the run file's folder that a class's module is in; [] for an installed one."""
+    top = agent_class.replace(":", ".").split(".")[0]
+    return [str(path) for path in (folder / f"{top}.py", folder / top) if path.exists()][:1]
 
 
 def _existing(name: str, folders: list[Path]) -> str | None:

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from longrein.client import ApiError, Client
 from longrein.config import Config
+from longrein.controller.confinement import open_confinement
 from longrein.controller.grading import GradeError, Graders, posted_grade
 from longrein.controller.local import (
     STOPPED,
@@ -131,12 +132,24 @@ async def run_controller(
     folder = Path.cwd() / config.run.folder
     workers = min(GRADE_WORKERS, os.cpu_count() or 1, config.agent.max_concurrent)
     log = run / "logs" / "grader.log"
-    async with Graders(config.reward, folder, base_environment(), log, workers=workers) as graders:
+    async with (
+        open_confinement(config, client.url) as confinement,
+        Graders(config.reward, folder, base_environment(), log, workers=workers) as graders,
+    ):
         controller = _Controller(
             config=config,
             client=client,
             stop=stop,
-            site=Site(config.agent, folder, run / "attempts", client.url, launcher, lambda: controller.held),
+            site=Site(
+                config.agent,
+                folder,
+                run / "attempts",
+                client.url,
+                launcher,
+                lambda: controller.held,
+                confinement,
+                config.workspace.git,
+            ),
             graders=graders,
             tell=on_change or (lambda change: None),
         )

@@ -12,8 +12,8 @@ controller, which closes the sockets, ends all of them. Being the subreaper, the
 left the agent's process group and session by a double fork.
 
 Messages are lines of JSON. Request: `{"program": [kind, target, arguments], "environment", "directory", "stdout",
-"stderr", "limits"}`, kind `exec` (any command) or, in an interpreter with preloaded modules, `script`, `module` or
-`code` (what `python FILE`, `python -m MODULE` and `python -c CODE` run). Answers: `{"pid"}` once the agent runs, or
+"stderr", "limits"}`, perhaps `"confine"` (see ../sandbox/privileges.py), kind `exec` (any command) or, in an interpreter with
+preloaded modules, `script`, `module` or `code` (what `python FILE`, `python -m MODULE` and `python -c CODE` run). Answers: `{"pid"}` once the agent runs, or
 `{"error"}`; then `{"exit_code", "wall_seconds", "cpu_seconds", "max_rss_bytes"}` when all is gone. The controller may
 send `{"end": grace_seconds}`: SIGTERM to all processes of the attempt, SIGKILL to what is left after the grace.
 """
@@ -39,6 +39,18 @@ import sys
 import threading
 import time
 import types
+
+
+def load_privileges() -> types.ModuleType:
+    """The file beside the sandbox's own, without Longrein, which an agent's interpreter may not have."""
+    file = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "sandbox", "privileges.py")
+    loader = importlib.machinery.SourceFileLoader("longrein_privileges", file)
+    module = types.ModuleType(loader.name)
+    loader.exec_module(module)
+    return module
+
+
+privileges = load_privileges()
 
 PR_SET_CHILD_SUBREAPER = 36
 UNKILLABLE_SECONDS = 10.0
@@ -318,7 +330,7 @@ def reset_signals() -> None:
 
 
 def enter(request: dict) -> None:
-    """Session, log files, directory and limits of the agent."""
+    """Session, log files, limits, user and directory of the agent."""
     os.setsid()
     for fd, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -333,6 +345,8 @@ def enter(request: dict) -> None:
         hard = resource.getrlimit(kind)[1]
         soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (soft, soft))
+    if request.get("confine"):
+        privileges.confine(request["confine"])
     os.chdir(request["directory"])
 
 

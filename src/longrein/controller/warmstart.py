@@ -147,9 +147,16 @@ class Launcher:
                 raise InfrastructureError(f"the launcher did not start; its log is {self._log}")
 
     async def spawn(
-        self, program: Program, *, environment: Mapping[str, str], directory: Path, stdout: Path, stderr: Path
+        self,
+        program: Program,
+        *,
+        environment: Mapping[str, str],
+        directory: Path,
+        stdout: Path,
+        stderr: Path,
+        confine: Mapping[str, Any] | None = None,
     ) -> Process:
-        """Start a program in its own session, with exactly this environment.
+        """Start a program in its own session, with exactly this environment, confined by a plan (`Confined.plan`).
 
         Raises `InfrastructureError` when it could not be started, `StartError` for modules that cannot be preloaded.
         """
@@ -170,6 +177,7 @@ class Launcher:
             "stdout": str(stdout),
             "stderr": str(stderr),
             "limits": LIMITS,
+            **({"confine": dict(confine)} if confine else {}),
         }
         try:
             writer.write(json.dumps(request).encode() + b"\n")

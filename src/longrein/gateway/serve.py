@@ -26,6 +26,7 @@ from longrein.gateway.engines.client import engine_client
 from longrein.gateway.gate import Gate
 from longrein.records import Mode, ModelEndpoint, Rollout
 from longrein.store import Store, store_url
+from longrein.unixsocket import listen_unix
 
 if TYPE_CHECKING:
     from longrein.gateway.engines.tokens import TokensEngine
@@ -201,9 +202,9 @@ def _run_key(config: Config) -> str:
 async def serve(config: Config) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Once requests are taken, the URL is printed and `gateway.json` (`{"url", "pid"}`) stands in the run's folder, if
-    there is one; it is removed at the end. Raises what `open_gateway` raises, and ConfigError when the address is
-    taken or a gateway of the same run is serving already.
+    Once requests are taken, the URL is printed and `gateway.json` (`{"url", "pid"}`, and `"socket"` where agents are in a
+    sandbox) stands in the run's folder, if there is one; it is removed at the end. Raises what `open_gateway` raises, and
+    ConfigError when the address is taken or a gateway of the same run is serving already.
     """
     note = config.run.path / "gateway.json"
     _refuse_second(note)
@@ -212,6 +213,8 @@ async def serve(config: Config) -> None:
     url = f"http://{host}:{listener.getsockname()[1]}"
     gateway = open_gateway(config)
     server = GatewayServer(gateway, url, note if note.parent.is_dir() else None)
+    if config.agent.sandbox == "bubblewrap" and note.parent.is_dir():
+        server.socket = note.parent / "gateway" / "gateway.sock"
     try:
         with _signals_end(server):
             await server.serve(sockets=[listener])
@@ -237,6 +240,8 @@ class GatewayServer(uvicorn.Server):
             )
         )
         self._gateway, self._url, self._note = gateway, url, note
+        self.socket: Path | None = None
+        """A unix socket to listen on besides, for agents whose sandbox has no other way out."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -245,11 +250,26 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self._gateway.register()
         await super().startup(sockets)
+        if self.socket is not None:
+            await self._listen_on(self.socket)
         if self._note is not None:
             part = self._note.with_suffix(".part")
-            part.write_bytes(msgspec.json.encode({"url": self._url, "pid": os.getpid()}))
+            note = {"url": self._url, "pid": os.getpid()} | ({"socket": str(self.socket)} if self.socket else {})
+            part.write_bytes(msgspec.json.encode(note))
             part.replace(self._note)
         print(f"longrein gateway: {self._url}", flush=True)
+
+    async def _listen_on(self, file: Path) -> None:
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:  # as uvicorn makes them for its own sockets
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        listener = listen_unix(file)
+        file.parent.chmod(0o755)
+        self.servers.append(await asyncio.get_running_loop().create_unix_server(protocol, sock=listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.changes.end()
