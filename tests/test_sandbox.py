@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longrein.sandbox import running as sandbox
 from longrein.sandbox import Limits, SandboxError, copy_tree, lay_over, run
+from longrein.sandbox import running as sandbox
 
 try:
     sandbox._isolation()
