@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from longrein.controller.local import Ended, Site, run_agent
 from longrein.controller.warmstart import Program, StartError
 from longrein.records import Attempt, Outcome, Rollout, StartedAttempt
 from longrein.sandbox.bubblewrap import find_bubblewrap
+from longrein.unixsocket import listen_unix
 
 from .fakes import make_config, until, write
 
@@ -79,7 +82,7 @@ open("/dev/stderr", "a").write("said")
 async def test_an_agent_is_a_user_of_its_own(tmp_path: Path, preload: list[str]) -> None:
     """The test's folder is closed to other users, as root's home is: what agents need of it is shown to them."""
     write(tmp_path, "look.py", LOOK)
-    assert stat.S_IMODE(tmp_path.stat().st_mode) & stat.S_IXOTH == 0
+    assert confinement._closed(str(tmp_path)) is not None
     command = ["python", "look.py", "{task.private}"]
     config = configure(tmp_path, command=command, preload=preload)
     path = config.run.path
@@ -185,6 +188,81 @@ async def test_what_an_agent_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     ended = await run(configure(tmp_path, command=["python", "-c", code]), tmp_path)
     assert ended.outcome is Outcome.succeeded, ended.reason
     assert not psutil.pid_exists(int((ended.directory / "work/pid").read_text()))
+
+
+# --- The way to the gateway -----------------------------------------------------------------------------------------------
+
+ASK_TWICE = """
+import pathlib, time, urllib.request, os
+url = os.environ["OPENAI_BASE_URL"]
+def ask(data):
+    with urllib.request.urlopen(urllib.request.Request(url, data)) as answer:
+        return answer.read()
+print(ask(b"one").decode(), flush=True)
+pathlib.Path("asked").touch()
+while not os.path.exists("again"):
+    time.sleep(0.01)
+for _ in range(2):
+    print(ask(b"two").decode())
+big = ask(b"x" * 20_000_000)
+print(len(big), set(big) == {120})
+"""
+
+
+@asynccontextmanager
+async def answering(listener: socket.socket, name: str) -> AsyncIterator[None]:
+    """A server that answers what it was sent behind its name; large bodies as they are."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        body = await reader.readexactly(length)
+        body = body if length > 1000 else name.encode() + b" " + body
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    if listener.family == socket.AF_UNIX:
+        server = await asyncio.start_unix_server(answer, sock=listener)
+    else:
+        server = await asyncio.start_server(answer, sock=listener)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+@with_bubblewrap
+async def test_a_gateway_that_is_started_again_is_found_again(tmp_path: Path) -> None:
+    config = configure(tmp_path, command=["python", "-c", ASK_TWICE], sandbox="bubblewrap")
+    file = config.run.path / ("long" * 20) / "gateway" / "gateway.sock"  # no address of a socket has room for it
+    write(config.run.path, "gateway.json", json.dumps({"url": URL, "socket": str(file)}))
+    work = config.run.path / "attempts/r/0/work"
+    async with answering(listen_unix(file), "first"):
+        running = asyncio.create_task(run(config, tmp_path))
+        await until((work / "asked").exists)
+    async with answering(listen_unix(file), "second"):
+        (work / "again").touch()
+        ended = await running
+    assert printed(ended).splitlines() == ["first one", "second two", "second two", "20000000 True"], ended.reason
+
+
+@with_bubblewrap
+async def test_a_gateway_on_another_machine_is_reached_through_the_controller(tmp_path: Path) -> None:
+    config = configure(
+        tmp_path, command=["sh", "-c", f"touch again; exec python -c '{ASK_TWICE}'"], sandbox="bubblewrap"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with answering(listener, "far"):
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/with/a/path"
+            launcher = local.make_launcher(config.agent, tmp_path / "launcher.log")
+            async with open_confinement(config, url) as made:
+                site = Site(config.agent, tmp_path, config.run.path / "attempts", url, launcher, lambda: 0.0, made)
+                started = StartedAttempt(Rollout("r", {}), Attempt("r", "0"), "lr-at-T")
+                ended = await run_agent(site, started, asyncio.Event())
+            await launcher.close()
+    assert printed(ended).splitlines() == ["far one", "far two", "far two", "20000000 True"], ended.reason
+    assert not (config.run.path / "relay" / "gateway.sock").exists()
 
 
 # --- In a sandbox ---------------------------------------------------------------------------------------------------
@@ -316,7 +394,7 @@ asyncio.run(run(configure(folder, command=["python", "-c", code], sandbox="bubbl
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", controller)
     directory = tmp_path / "runs/r/attempts/r/0"
-    await until(lambda: (directory / "work/ready").exists())
+    await until((directory / "work/ready").exists)
 
     def left() -> list[str]:
         found = []

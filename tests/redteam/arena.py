@@ -48,7 +48,8 @@ def test_it():
         assert double(given) == wanted
 
 def test_negative():
-    assert double(-3) == -6
+    for given, wanted in PAIRS:
+        assert double(-given) == -wanted
 """
 
 GIT = """\

@@ -392,8 +392,7 @@ def outlive() -> None:
 def cheat_conftest() -> None:
     Path("answer.py").write_text(BAD)
     hook = "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n    out = yield\n    out.get_result().outcome = 'passed'\n"
-    for folder in (".", "tests"):
-        Path(folder, "conftest.py").write_text(hook)
+    Path("tests/conftest.py").write_text(hook)
     Path("pytest.ini").write_text("[pytest]\naddopts = -p cheat --collect-only\n")
     Path("tox.ini").write_text("[pytest]\naddopts = --collect-only\n")
     Path("setup.cfg").write_text("[tool:pytest]\naddopts = --collect-only\n")

@@ -33,7 +33,8 @@ LIMITS = [
 def rollouts() -> list[dict[str, object]]:
     """Every attack, and honest agents before, between and after them."""
     attacks = [*ESCAPES, *REINS, *RESOURCES]
-    tasks: list[dict[str, object]] = [{"id": name, "attack": name} for name in attacks]
+    tasks: list[dict[str, object]] = []
+    tasks += [{"id": name, "attack": name} for name in attacks]
     tasks += [{"id": name, "attack": name, "graded": True} for name in CHEATS]
     tasks += [{"id": f"git_{git}", "attack": "git_history", "git": git} for git in ("squash", "keep")]
     if HAS_BUDGET:

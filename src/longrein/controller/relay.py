@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -49,7 +50,7 @@ async def relaying(file: Path, url: str) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*open_connections, return_exceptions=True)
         with contextlib.suppress(OSError):
-            file.unlink()
+            os.unlink(file)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,12 +260,10 @@ class GatewayServer(uvicorn.Server):
         print(f"longrein gateway: {self._url}", flush=True)
 
     async def _listen_on(self, file: Path) -> None:
-        config = self.config
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
 
         def protocol() -> asyncio.Protocol:  # as uvicorn makes them for its own sockets
-            return config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            )
+            return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
         listener = listen_unix(file)
         file.parent.chmod(0o755)

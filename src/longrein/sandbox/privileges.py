@@ -53,14 +53,13 @@ _NEVER = {
 #: Where a sandbox's first process finds the file that it reports to; far from what libraries open.
 STATUS_FD = 63
 
-_libc: Any = None
+_loaded: list[Any] = []
 
 
 def libc() -> Any:
-    global _libc
-    if _libc is None:
-        _libc = ctypes.CDLL(None, use_errno=True)
-    return _libc
+    if not _loaded:
+        _loaded.append(ctypes.CDLL(None, use_errno=True))
+    return _loaded[0]
 
 
 def _checked(result: int, what: str) -> None:

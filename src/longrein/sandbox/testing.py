@@ -78,7 +78,7 @@ def run_pytest(
     path: Sequence[str] = (".", "src"),
     skips_pass: bool = False,
     timeout: float = 60.0,
-    limits: Limits = Limits(),
+    limits: Limits | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Tested:
     """Run the tests of the folder `hidden` on a copy of `directory`, over which that folder is laid.
@@ -115,7 +115,7 @@ def run_pytest(
         directory,
         hidden,
         timeout=timeout,
-        limits=limits,
+        limits=limits or Limits(),
         environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})},
         prepare=prepare,
     )
