@@ -74,6 +74,7 @@ format: setup
 
 bench: setup $(if $(PYTHON312),.bench/agent-lightning/.ready)
 	$(BIN)/python bench/gateway.py $(if $(PYTHON312),--agent-lightning .bench/agent-lightning/bin/python)
+	$(BIN)/python bench/sandbox.py
 	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/train.py
 

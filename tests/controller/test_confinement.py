@@ -411,6 +411,24 @@ asyncio.run(run(configure(folder, command=["python", "-c", code], sandbox="bubbl
     await until(lambda: left() == [])
 
 
+@with_bubblewrap
+async def test_a_later_controller_knows_what_an_attempt_is_confined_by(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/r/attempts/r/0"
+    async with open_confinement(configure(tmp_path, sandbox="bubblewrap"), URL) as made:
+        (directory / "work").mkdir(parents=True)
+        (directory / "task.json").touch()
+        first = confinement.confine(made, directory)
+    async with open_confinement(configure(tmp_path, sandbox="bubblewrap"), URL) as later:
+        again = confinement.recover(later, directory)
+        assert (again.user, again.group, again.plan) == (first.user, first.group, first.plan)
+        if later.users is not None and first.user is not None:
+            later.users._next = first.user[0] - later.users.first
+            assert later.users.take() != first.user
+        confinement.release(again)
+        assert not any(folder.exists() for folder in again.group.folders)
+        assert confinement.recover(later, tmp_path / "none").plan is not None
+
+
 def test_nothing_is_confined_by_default(tmp_path: Path) -> None:
     made = confinement.confine(Confinement(), tmp_path)
     assert (made.plan, made.home, made.inside) == (None, None, tmp_path)

@@ -7,6 +7,7 @@ agent (`sandbox/privileges.py`). `release` ends what is left and closes the dire
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import itertools
@@ -40,6 +41,8 @@ PORT = 47470
 INSIDE = Path("/attempt")
 SOCKETS = f"{bubblewrap.INSIDE}/gateway"
 SOCKET = "gateway.sock"
+#: In an attempt's directory: its user and control groups, for a controller that comes after this one.
+NOTE = "confined.json"
 
 _OLDEST = (0, 8, 0)
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_CHOWN")
@@ -143,7 +146,7 @@ class Confined:
 
     @property
     def _status(self) -> Path:
-        return self.directory / "sandbox.jsonl"
+        return self.directory / "sandbox.log"
 
     def outcome(self, code: int) -> tuple[int, str | None]:
         """The agent's exit code (negative for a signal) and what the sandbox has to say of its end.
@@ -152,7 +155,7 @@ class Confined:
         """
         if not self.confinement.bwrap:
             return code, None
-        lines = [json.loads(line) for line in self._status.read_text().splitlines()]
+        lines = [ast.literal_eval(line) for line in self._status.read_text().splitlines()]
         told = {name: line for line in lines for name in line}
         if "started" not in told:
             why = told.get("error", {}).get("error") or "bubblewrap failed; the attempt's stderr.log has its words"
@@ -269,15 +272,13 @@ def _try(confinement: Confinement) -> None:
         except OSError as error:
             raise config.ConfigError(f"agent.sandbox: an attempt cannot be confined here: {error}") from None
         try:
-            program = confined.wrap(Program("exec", "/bin/true", ["/bin/true"]))
+            command = [
+                *_bwrap(confinement, directory, ()),
+                *_init(confinement, confined.user, status=None),
+                "/bin/true",
+            ]
             environment = {"PATH": os.defpath}
-            probe = subprocess.run(
-                [word.replace(f'"status": {STATUS_FD}', '"status": null') for word in program.arguments],
-                capture_output=True,
-                text=True,
-                env=environment,
-                check=False,
-            )
+            probe = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         finally:
             release(confined)
     if probe.returncode != 0:
@@ -394,7 +395,7 @@ def confine(confinement: Confinement, directory: Path) -> Confined:
         if confinement.bwrap:
             name = f"{next(_names)}"
             group = make_group(confinement.cgroups, name, limits.memory_bytes, limits.processes)
-            (directory / "sandbox.jsonl").touch(mode=0o600)
+            (directory / "sandbox.log").touch(mode=0o600)
         else:
             (directory / "home").mkdir()
         uid, gid = user or (os.getuid(), os.getgid())
@@ -408,12 +409,27 @@ def confine(confinement: Confinement, directory: Path) -> Confined:
             (directory / name).touch(mode=0o600)
         if user is not None:
             _give(directory, user)
+        noted = {"user": user, "groups": [str(folder) for folder in group.folders]}
+        (directory / NOTE).write_text(json.dumps(noted))
         return Confined(directory, inside, confinement, user, group)
     except BaseException:
         group.remove()
         if user is not None and confinement.users is not None:
             confinement.users.give_back(user[0])
         raise
+
+
+def recover(confinement: Confinement, directory: Path) -> Confined:
+    """What an earlier controller confined an attempt by that still runs, or ended without it, for `outcome` and `release`."""
+    inside = INSIDE if confinement.bwrap else directory
+    try:
+        noted = json.loads((directory / NOTE).read_text())
+    except (OSError, ValueError):
+        return Confined(directory, inside, confinement)
+    user = (noted["user"][0], noted["user"][1]) if noted["user"] else None
+    if user is not None and confinement.users is not None:
+        confinement.users.keep(user[0])
+    return Confined(directory, inside, confinement, user, Group(tuple(map(Path, noted["groups"]))))
 
 
 def _give(directory: Path, user: tuple[int, int]) -> None:
@@ -476,7 +492,7 @@ def _bwrap(confinement: Confinement, directory: Path, more: Sequence[str]) -> li
     ]
 
 
-def _init(confinement: Confinement, user: tuple[int, int] | None) -> list[str]:
+def _init(confinement: Confinement, user: tuple[int, int] | None, status: int | None = STATUS_FD) -> list[str]:
     """The sandbox's first process and its options, up to the command."""
     limits = confinement.limits
     resources = {
@@ -492,7 +508,6 @@ def _init(confinement: Confinement, user: tuple[int, int] | None) -> list[str]:
         "limits": {"CORE": 0, **{name: value for name, value in resources.items() if value}},
         "bridge": [PORT, f"{SOCKETS}/{SOCKET}"],
         "disk": {str(INSIDE / "work"): limits.disk_bytes} if limits.disk_bytes else {},
-        "status": STATUS_FD,
+        "status": status,
     }
-    python = bubblewrap.plain_interpreter()
-    return [python, "-I", "-S", f"{bubblewrap.INSIDE}/init.py", json.dumps(options)]
+    return bubblewrap.init_command(options)

@@ -38,6 +38,10 @@ class Users:
                 return uid, uid
         raise InfrastructureError(f"agent.first_uid: all {COUNT} ids from {self.first} on are in use")
 
+    def keep(self, uid: int) -> None:
+        """Give this one to nobody else: an attempt of an earlier controller has it."""
+        self._taken.add(uid)
+
     def give_back(self, uid: int) -> None:
         self._taken.discard(uid)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.util
+import marshal
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 HERE = Path(__file__).parent
 INIT = HERE / "init.py"
@@ -23,7 +26,6 @@ SETTINGS = (
     *("/etc/ssl", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
     *("/etc/mime.types", "/etc/localtime", "/etc/pki", "/etc/ca-certificates"),
 )
-TOO_OLD = (0, 8)
 
 
 def find_bubblewrap() -> str | None:
@@ -86,8 +88,26 @@ def binds(paths: Iterable[str]) -> list[str]:
 
 def init_binds() -> list[str]:
     """bwrap's options that show the sandbox's first process its own two files."""
-    files = [["--ro-bind", str(file), f"{INSIDE}/{file.name}"] for file in (INIT, PRIVILEGES)]
+    files = [["--ro-bind", str(file), f"{INSIDE}/{name}"] for name, file in _init_files().items()]
     return [*folders_above([f"{INSIDE}/{INIT.name}"]), *(word for words in files for word in words)]
+
+
+def init_command(options: dict[str, Any]) -> list[str]:
+    """The words that start the sandbox's first process with its options (see `init.py`), up to the command."""
+    name = next(iter(_init_files()))
+    return [plain_interpreter(), "-I", "-S", f"{INSIDE}/{name}", marshal.dumps(options).hex()]
+
+
+@functools.cache
+def _init_files() -> dict[str, Path]:
+    """Both files by their names inside: compiled, or as they are where nothing compiled can be written."""
+    compiled = {}
+    for file in (INIT, PRIVILEGES):
+        importlib.machinery.SourceFileLoader(file.stem, str(file)).get_code(file.stem)  # writes it where it is missing
+        compiled[f"{file.stem}.pyc"] = Path(importlib.util.cache_from_source(str(file)))
+    if all(file.is_file() for file in compiled.values()):
+        return compiled
+    return {file.name: file for file in (INIT, PRIVILEGES)}
 
 
 def folders_above(paths: Iterable[str]) -> list[str]:

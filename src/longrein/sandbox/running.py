@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
@@ -184,7 +183,8 @@ def _bubblewrap_as_root(work: Path, root: Path, limits: Limits, alive: int) -> l
         *_bubblewrap(work),
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *(word for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN") for word in ("--cap-add", f"CAP_{name}")),
-        *_init({"user": NOBODY, "own": ["/home/agent"], "limits": limits.by_name(), "alive": alive}),
+        "--",
+        *bubblewrap.init_command({"user": NOBODY, "own": ["/home/agent"], "limits": limits.by_name(), "alive": alive}),
     ]
 
 
@@ -193,7 +193,8 @@ def _bubblewrap_as_user(work: Path, root: Path, limits: Limits, alive: int) -> l
         *_bubblewrap(work),
         "--unshare-all",
         *("--cap-drop", "ALL"),
-        *_init({"limits": limits.by_name(), "alive": alive}),
+        "--",
+        *bubblewrap.init_command({"limits": limits.by_name(), "alive": alive}),
     ]
 
 
@@ -207,10 +208,6 @@ def _bubblewrap(work: Path) -> list[str]:
         *("--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"),
         *("--bind", str(work), "/work", "--remount-ro", "/", "--chdir", "/work"),
     ]
-
-
-def _init(options: dict[str, object]) -> list[str]:
-    return ["--", bubblewrap.plain_interpreter(), "-I", "-S", f"{bubblewrap.INSIDE}/init.py", json.dumps(options)]
 
 
 def _bounds(limits: Limits) -> list[str]:
