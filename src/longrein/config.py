@@ -393,6 +393,8 @@ class Config(Section):
                 "agent.preload: agents in a sandbox are started afresh and never forked from a preloaded parent; leave out "
                 "agent.preload or agent.sandbox"
             )
+        if self.agent.user == "root" and self.agent.sandbox != "none":
+            raise ValueError("agent.user: agents in a sandbox are never root; leave out agent.user or agent.sandbox")
         if not re.fullmatch(r"hide|squash|keep|\{task\.[^{}]+\}", self.workspace.git):
             raise ValueError(f"workspace.git: {self.workspace.git!r} is none of hide, squash, keep and {{task.FIELD}}")
         if self.warmup.steps and not (self.warmup.teacher or self.warmup.teacher_url):

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -163,6 +164,24 @@ async def test_without_mounts_it_is_an_error_that_says_what_to_do(
     with pytest.raises(StartError, match=r"closed to\s+them.*agent\.user = 'root'"):
         async with open_confinement(configure(tmp_path), URL):
             pass
+
+
+@as_root
+async def test_without_mounts_modes_close_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "_may_mount", lambda: False)
+    monkeypatch.setattr(confinement, "_closed", lambda path: None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.chmod(folder, 0o711)
+        show = 'id -u; cat "$0"/store.sqlite "$0"/logs/x; ls "$0" "$0"/attempts/other/0; cat $LONGREIN_TASK; touch mine'
+        config = configure(folder, command=["sh", "-c", show, str(folder / "runs/r")])
+        for file in ("store.sqlite", "logs/x", "attempts/other/0/secret"):
+            write(config.run.path, file, "secret")
+        os.chmod(config.run.path / "attempts/other/0", 0o700)  # as it is left when the attempt ends
+        ended = await run(config, folder)
+        assert "secret" not in printed(ended)
+        assert printed(ended).splitlines()[1:] == ["{}"], ended.reason
+        assert int(printed(ended).splitlines()[0]) >= 2_000_000_000
 
 
 @as_root
@@ -328,6 +347,8 @@ async def test_the_place_of_a_sandboxed_agent(tmp_path: Path) -> None:
 async def test_what_does_not_go_with_a_sandbox(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"agent\.preload.*agent\.sandbox"):
         configure(tmp_path, sandbox="bubblewrap", preload=["json"])
+    with pytest.raises(ValueError, match=r"agent\.user: agents in a sandbox are never root"):
+        configure(tmp_path, sandbox="bubblewrap", user="root")
     with pytest.raises(ValueError, match=r"workspace\.git: 'some'"):
         configure(tmp_path, git="some")
     for expose, words in (("/no/such", "there is no"), (str(tmp_path), "the run's own files")):

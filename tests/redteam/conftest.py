@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,10 @@ LIMITS = [
 ]
 
 
-def rollouts() -> list[dict[str, object]]:
+def rollouts() -> list[dict[str, Any]]:
     """Every attack, and honest agents before, between and after them."""
     attacks = [*ESCAPES, *REINS, *RESOURCES]
-    tasks: list[dict[str, object]] = []
+    tasks: list[dict[str, Any]] = []
     tasks += [{"id": name, "attack": name} for name in attacks]
     tasks += [{"id": name, "attack": name, "graded": True} for name in CHEATS]
     tasks += [{"id": f"git_{git}", "attack": "git_history", "git": git} for git in ("squash", "keep")]

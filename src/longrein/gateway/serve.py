@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import msgspec
@@ -213,7 +214,7 @@ async def serve(config: Config) -> None:
     url = f"http://{host}:{listener.getsockname()[1]}"
     gateway = open_gateway(config)
     server = GatewayServer(gateway, url, note if note.parent.is_dir() else None)
-    if config.agent.sandbox == "bubblewrap" and note.parent.is_dir():
+    if config.agent.sandbox == "bubblewrap" and note.parent.is_dir() and sys.platform.startswith("linux"):
         server.socket = note.parent / "gateway" / "gateway.sock"
     try:
         with _signals_end(server):
@@ -260,7 +261,7 @@ class GatewayServer(uvicorn.Server):
         print(f"longrein gateway: {self._url}", flush=True)
 
     async def _listen_on(self, file: Path) -> None:
-        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        make: Any = self.config.http_protocol_class
 
         def protocol() -> asyncio.Protocol:  # as uvicorn makes them for its own sockets
             return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)

@@ -246,7 +246,7 @@ class Bridge:
 
     def _accept(self) -> None:
         try:
-            near = socket.socket(fileno=self.listener._accept()[0])
+            near = socket.socket(fileno=self.listener._accept()[0])  # type: ignore[attr-defined]
         except BlockingIOError:  # gone again
             return
         except OSError:  # too many open files: it waits in the queue
