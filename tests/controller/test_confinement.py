@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from longrein.config import Config, ConfigError
-from longrein.controller import confinement, local, users
+from longrein.controller import confinement, hiding, local, users
 from longrein.controller.confinement import Confinement, open_confinement
 from longrein.controller.local import Ended, Site, run_agent
 from longrein.controller.warmstart import Program, StartError
@@ -83,7 +83,7 @@ open("/dev/stderr", "a").write("said")
 async def test_an_agent_is_a_user_of_its_own(tmp_path: Path, preload: list[str]) -> None:
     """The test's folder is closed to other users, as root's home is: what agents need of it is shown to them."""
     write(tmp_path, "look.py", LOOK)
-    assert confinement._closed(str(tmp_path)) is not None
+    assert hiding.closed_on_the_way(str(tmp_path)) is not None
     command = ["python", "look.py", "{task.private}"]
     config = configure(tmp_path, command=command, preload=preload)
     path = config.run.path
@@ -160,7 +160,7 @@ async def test_only_root_can_run_agents_as_others(tmp_path: Path, monkeypatch: p
 async def test_without_mounts_it_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confinement, "_may_mount", lambda: False)
+    monkeypatch.setattr(hiding, "may_mount", lambda: False)
     with pytest.raises(StartError, match=r"closed to\s+them.*agent\.user = 'root'"):
         async with open_confinement(configure(tmp_path), URL):
             pass
@@ -168,8 +168,8 @@ async def test_without_mounts_it_is_an_error_that_says_what_to_do(
 
 @as_root
 async def test_without_mounts_modes_close_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confinement, "_may_mount", lambda: False)
-    monkeypatch.setattr(confinement, "_closed", lambda path: None)
+    monkeypatch.setattr(hiding, "may_mount", lambda: False)
+    monkeypatch.setattr(hiding, "closed_on_the_way", lambda path: None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chmod(folder, 0o711)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from longrein.controller.confinement import _closed, _open_parts
+from longrein.controller.hiding import closed_on_the_way, open_parts
 from longrein.sandbox import privileges
 from longrein.sandbox.bubblewrap import find_bubblewrap, interpreter_folders
 
@@ -61,10 +61,10 @@ def as_other_user() -> Callable[[], None] | None:
         return None
     hide, show = set[str](), dict[str, None]()
     for path in [*interpreter_folders(), str(TESTS.parent), *filter(os.path.isdir, sys.path)]:
-        top = _closed(path)
+        top = closed_on_the_way(path)
         if top is not None:
             hide.add(top)
-            show.update(dict.fromkeys(_open_parts(path)))
+            show.update(dict.fromkeys(open_parts(path)))
     plan = {"hide": sorted(hide), "show": [[one, one, False] for one in show if one not in hide], "user": [UID, UID]}
     return lambda: privileges.confine(plan)
 

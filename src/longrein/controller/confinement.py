@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 
 from longrein import config
 from longrein.controller.cgroups import Cgroups, Group, find_cgroups, make_group, sweep
+from longrein.controller.hiding import close_run_folder, hidden_from_agents
 from longrein.controller.relay import relaying
 from longrein.controller.users import Users, find_users
 from longrein.controller.warmstart import InfrastructureError, Program, StartError
@@ -46,7 +46,6 @@ NOTE = "confined.json"
 
 _OLDEST = (0, 8, 0)
 _CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_CHOWN")
-_CAP_SYS_ADMIN = 21
 _names = itertools.count()
 
 
@@ -178,9 +177,9 @@ async def open_confinement(options: config.Config, gateway_url: str) -> AsyncIte
     users = await asyncio.to_thread(find_users, options.agent)
     run = options.run.path
     if users is not None:
-        await asyncio.to_thread(_close_run_folder, run)
+        await asyncio.to_thread(close_run_folder, run)
     if options.agent.sandbox == "none":
-        hide, show = await asyncio.to_thread(_hidden, options) if users is not None else ((), ())
+        hide, show = await asyncio.to_thread(hidden_from_agents, options) if users is not None else ((), ())
         _say_without(options, users, bool(hide))
         yield Confinement(users=users, hide=hide, show=show)
         return
@@ -286,95 +285,6 @@ def _try(confinement: Confinement) -> None:
             f"agent.sandbox: a sandbox cannot be made on this machine: {probe.stderr.strip() or probe.returncode}. Run the "
             "controller as root with CAP_SYS_ADMIN, or allow unprivileged user namespaces; or set agent.sandbox = 'none'"
         )
-
-
-# --- Files that agents of another user may not see, or have to reach ----------------------------------------------------
-
-
-def _close_run_folder(run: Path) -> None:
-    """Leave nothing of a run's folder to other users but the attempts' directories, which are closed one by one."""
-    for folder in (run, run / "attempts"):
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o711)
-    for entry in os.scandir(run):
-        if entry.name not in ("attempts", "gateway", "relay") and not entry.is_symlink():
-            with contextlib.suppress(FileNotFoundError):
-                os.chmod(entry.path, stat.S_IMODE(entry.stat().st_mode) & 0o700)
-
-
-def _hidden(options: config.Config) -> tuple[tuple[str, ...], tuple[tuple[str, str, bool], ...]]:
-    """What is hidden from agents of another user, and what of it is shown. Nothing where mounts cannot be made.
-
-    Raises `ConfigError` when agents would then not reach what they need.
-    """
-    folder = str(Path.cwd() / options.run.folder)
-    path = [entry for entry in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(entry)]
-    program = options.agent.command[0] if options.agent.command else ""
-    needed = [folder, *bubblewrap.interpreter_folders(), *path, *sys.path, *_environment_of(program)]
-    needed += [one for given in options.agent.expose for one in (given, os.path.realpath(given))]
-    needed = [os.path.abspath(one) for one in dict.fromkeys(needed) if one and os.path.exists(one)]
-    needed = [one for one in needed if one not in ("/", os.getcwd()) or one == folder]
-    closed = {one: top for one in needed if (top := _closed(one)) is not None}
-    run = str(options.run.path)
-    if not _may_mount():
-        must = [*bubblewrap.interpreter_folders(), run]
-        if blocked := [one for one in must if _closed(one) is not None]:
-            raise StartError(
-                f"agent.user: other users than root cannot reach {blocked[0]}, because {_closed(blocked[0])} is closed to "
-                "them, and this container does not allow mounts (CAP_SYS_ADMIN) that would show it to them. Install "
-                "Longrein and keep its runs where others may read, run it as an ordinary user, or accept agents that are "
-                "root by agent.user = 'root'"
-            )
-        return (), ()
-    hide, show = {run}, dict[str, None]()
-    if (top := _closed(run)) is not None:
-        hide.add(top)
-    for one, top in closed.items():
-        hide.add(top)
-        for shown in _open_parts(one):
-            show[shown] = None
-    shown = [one for one in show if one not in hide and not bubblewrap.is_within(one, [run])]
-    return tuple(sorted(hide)), tuple((one, one, False) for one in shown)
-
-
-def _environment_of(program: str) -> list[str]:
-    """The folders of a virtual environment that a command's Python is of."""
-    environment = Path(program).parent.parent
-    settings = environment / "pyvenv.cfg"
-    if not os.path.isabs(program) or not settings.is_file():
-        return []
-    found = [str(environment)]
-    for line in settings.read_text(errors="replace").splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "home":
-            found += [str(Path(value.strip()).parent), str(Path(value.strip()).resolve().parent)]
-    return found
-
-
-def _closed(path: str) -> str | None:
-    """The uppermost folder on the way to `path`, itself included, that others may not pass."""
-    for folder in (*reversed(Path(path).parents), Path(path)):
-        with contextlib.suppress(OSError):
-            mode = folder.stat().st_mode
-            if stat.S_ISDIR(mode) and not mode & stat.S_IXOTH:
-                return str(folder)
-    return None
-
-
-def _open_parts(path: str) -> list[str]:
-    """`path`, or what is in it when the folder itself is closed."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISDIR(mode) or mode & stat.S_IXOTH:
-        return [path]
-    return [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
-
-
-def _may_mount() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines() if sys.platform.startswith("linux") else ():
-        name, _, value = line.partition(":")
-        if name == "CapEff":
-            return bool(int(value, 16) >> _CAP_SYS_ADMIN & 1)
-    return False
 
 
 # --- An attempt ---------------------------------------------------------------------------------------------------------
