@@ -403,13 +403,12 @@ def _hurt(program: Program) -> Program:
 
 @with_bubblewrap
 async def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
-    """The launcher's child sees its socket close, whatever the sandbox's processes ignore."""
     controller = f"""
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from controller.test_confinement import configure, run
-code = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\nos.fork()\\nopen('ready', 'w')\\ntime.sleep(600)"
+code = "import os, signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\nos.fork()\\nopen('ready', 'w')\\ntime.sleep(600)  # {tmp_path}/runs/r/attempts/r/0"
 folder = Path({str(tmp_path)!r})
 asyncio.run(run(configure(folder, command=["python", "-c", code], sandbox="bubblewrap"), folder))
 """
@@ -417,17 +416,24 @@ asyncio.run(run(configure(folder, command=["python", "-c", code], sandbox="bubbl
     directory = tmp_path / "runs/r/attempts/r/0"
     await until((directory / "work/ready").exists)
 
-    def left() -> list[str]:
+    def left() -> list[tuple[int, str]]:
+        """Outermost first."""
         found = []
         for each in psutil.process_iter(["cmdline"]):
             with suppress(psutil.Error):
                 line = " ".join(each.info["cmdline"] or [])
-                if str(directory) in line:
-                    found.append(line)
+                if str(directory) in line and each.pid != process.pid:
+                    found.append((each.pid, line))
         return found
 
-    assert left() != []
-    process.kill()
+    # Whoever could end the attempt is killed at once: the controller, its launcher and the attempt's supervisor.
+    above = psutil.Process(next(pid for pid, _ in left())).parents()
+    above = [each for each in above if psutil.Process(process.pid) in (each, *each.parents())]
+    assert len(above) >= 3
+    for each in above:
+        each.suspend()
+    for each in above:
+        each.kill()
     await process.wait()
     await until(lambda: left() == [])
 

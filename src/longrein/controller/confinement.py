@@ -31,7 +31,7 @@ from longrein.controller.users import Users, find_users
 from longrein.controller.warmstart import InfrastructureError, Program, StartError
 from longrein.records import Json
 from longrein.sandbox import bubblewrap
-from longrein.sandbox.privileges import STATUS_FD
+from longrein.sandbox.privileges import STATUS_FD, WATCH_FD
 
 logger = logging.getLogger(__name__)
 
@@ -419,5 +419,6 @@ def _init(confinement: Confinement, user: tuple[int, int] | None, status: int | 
         "bridge": [PORT, f"{SOCKETS}/{SOCKET}"],
         "disk": {str(INSIDE / "work"): limits.disk_bytes} if limits.disk_bytes else {},
         "status": status,
+        "alive": None if status is None else WATCH_FD,
     }
     return bubblewrap.init_command(options)

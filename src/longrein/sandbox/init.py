@@ -8,7 +8,7 @@ what is built in and little else, which is several times faster. OPTIONS is what
     limits    resource limits by name without RLIMIT_
     own       folders that the user is to own
     bridge    [port, unix socket]: connections to 127.0.0.1:port are carried to the socket
-    alive     descriptor of a pipe: the sandbox ends when its writing end is closed
+    alive     descriptor, of a pipe's reading end or of a process: the sandbox ends when the other end, or the process, has
     disk      {folder: most bytes}: the sandbox ends when a folder holds more
     status    descriptor of a file that dicts are written to, one a line: {"started": True} once the command runs,
               {"error": why} when it cannot, {"full": folder, "bytes": n}, {"exit": code} (negative for a signal)
@@ -113,7 +113,7 @@ def _serve(
         bridge.poll = poll
         poll.register(bridge.listener, select.POLLIN)
     if alive is not None:
-        poll.register(alive, 0)  # a hang-up is always told
+        poll.register(alive, select.POLLIN)
     look = time.monotonic() + WATCH_SECONDS if disk else None
     while True:
         wait = None if look is None else max(0.0, look - time.monotonic()) * 1000

@@ -52,6 +52,8 @@ _NEVER = {
 
 #: Where a sandbox's first process finds the file that it reports to; far from what libraries open.
 STATUS_FD = 63
+#: And one that becomes readable when whoever watches the attempt is gone.
+WATCH_FD = 62
 
 _loaded: list[Any] = []
 
@@ -222,8 +224,8 @@ def confine(plan: dict[str, Any]) -> None:
     """Carry out what the controller planned for this process, which is about to become an agent.
 
     `cgroups`: `cgroup.procs` files to be written to. `hide` and `show`: see `private_mounts`. `user`: [uid, gid].
-    `status`: a file that stays open for a sandbox's first process as the descriptor `STATUS_FD`. `ignore`: numbers of
-    signals that the program is to ignore.
+    `status`: a file that stays open for a sandbox's first process as the descriptor `STATUS_FD`, beside `WATCH_FD`, which
+    tells when this process's parent has ended. `ignore`: numbers of signals that the program is to ignore.
     """
     import signal
 
@@ -231,10 +233,9 @@ def confine(plan: dict[str, Any]) -> None:
         with open(file, "w") as procs:
             procs.write(str(os.getpid()))
     if "status" in plan:
-        opened = os.open(plan["status"], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.dup2(opened, STATUS_FD, inheritable=True)
-        if opened != STATUS_FD:
-            os.close(opened)
+        parent = os.pidfd_open(os.getppid())
+        os.dup2(os.open(plan["status"], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), STATUS_FD, inheritable=True)
+        os.dup2(parent, WATCH_FD, inheritable=True)
     for number in plan.get("ignore", ()):
         signal.signal(number, signal.SIG_IGN)
     if plan.get("hide") or plan.get("show"):
