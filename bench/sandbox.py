@@ -48,7 +48,7 @@ async def agents(stack: AsyncExitStack, folder: Path, **agent: str) -> Start:
     launcher = make_launcher(config.agent, run / "launcher.log")
     confinement = await stack.enter_async_context(open_confinement(config, URL))
     stack.push_async_callback(launcher.close)
-    site = Site(config.agent, folder, run / "attempts", URL, launcher, lambda: 0.0, confinement)
+    site = Site(config.agent, folder, run / "attempts", URL, launcher, lambda: 0.0, confinement=confinement)
     count = 0
 
     async def start() -> None:

@@ -46,7 +46,8 @@ async def run(config: Config, tmp_path: Path, name: str = "r", task: dict[str, A
         async with open_confinement(config, URL) as made:
             site = Site(
                 *(config.agent, tmp_path, config.run.path / "attempts", URL, launcher, lambda: 0.0),
-                *(made, config.workspace.git),
+                confinement=made,
+                git=config.workspace.git,
             )
             started = StartedAttempt(Rollout(name, task or {}), Attempt(name, "0"), "lr-at-T")
             return await run_agent(site, started, asyncio.Event())
@@ -276,7 +277,9 @@ async def test_a_gateway_on_another_machine_is_reached_through_the_controller(tm
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/with/a/path"
             launcher = local.make_launcher(config.agent, tmp_path / "launcher.log")
             async with open_confinement(config, url) as made:
-                site = Site(config.agent, tmp_path, config.run.path / "attempts", url, launcher, lambda: 0.0, made)
+                site = Site(
+                    config.agent, tmp_path, config.run.path / "attempts", url, launcher, lambda: 0.0, confinement=made
+                )
                 started = StartedAttempt(Rollout("r", {}), Attempt("r", "0"), "lr-at-T")
                 ended = await run_agent(site, started, asyncio.Event())
             await launcher.close()
@@ -385,7 +388,7 @@ async def test_a_sandbox_that_cannot_be_made_is_no_failure_of_the_agent(
     async with open_confinement(config, URL) as made:
         monkeypatch.setattr(confinement.Confined, "wrap", hurt)
         launcher = local.make_launcher(config.agent, tmp_path / "launcher.log")
-        site = Site(config.agent, tmp_path, config.run.path / "attempts", URL, launcher, lambda: 0.0, made)
+        site = Site(config.agent, tmp_path, config.run.path / "attempts", URL, launcher, lambda: 0.0, confinement=made)
         started = StartedAttempt(Rollout("r", {}), Attempt("r", "0"), "lr-at-T")
         try:
             ended = await run_agent(site, started, asyncio.Event())
