@@ -1,19 +1,21 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
 # make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
+# make fuzz   the fuzzers and Schemathesis for longer; make fuzz EXAMPLES=100000 for a night
 # make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
 # For a CPU build of torch elsewhere: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 SEEDS ?= 0 1 2
+EXAMPLES ?= 2000
 # Only `make bench` wants it.
 PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench bench-load clean
+.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses fuzz lint format bench bench-load clean
 
 setup: $(READY)
 
@@ -56,6 +58,9 @@ test-vllm: setup .venv-vllm/.ready
 test-harnesses: setup
 	$(BIN)/python -m tests.harnesses.install
 	LONGREIN_TEST_HARNESSES=all LONGREIN_HARNESS_PAGE=docs/harnesses.md $(BIN)/python -m pytest tests/harnesses
+
+fuzz: setup
+	LONGREIN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout=0 $(wildcard tests/gateway/test_fuzz*.py) tests/gateway/test_openapi.py
 
 lint: setup
 	$(BIN)/ruff check .

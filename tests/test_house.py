@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "longrein"
 
 #: From the ground up. The three rooms of the third floor never import each other.
 FLOORS = [
-    {"records", "config", "functions", "textfile", "database", "schema", "processes"},
-    {"store", "client", "trajectory", "learning", "sandbox", "tasks", "audit"},
-    {"gateway", "controller", "trainer", "report"},
+    {"records", "config", "functions", "textfile", "database", "schema", "processes", "writer"},
+    {"store", "client", "trajectory", "learning", "sandbox", "tasks", "audit", "pruning"},
+    {"gateway", "controller", "trainer", "report", "export", "storecheck"},
     {"run"},
     {"cli"},
 ]

@@ -106,6 +106,31 @@ def check(options: argparse.Namespace) -> int:
     return check.command(options.model, chat_template=options.template, parser=options.parser, as_json=options.json)
 
 
+def export(options: argparse.Namespace) -> None:
+    from longrein import export
+
+    export.command(
+        options.run,
+        options.output,
+        file_format=options.format,
+        split=options.split,
+        min_reward=options.min_reward,
+        kinds=options.kinds,
+    )
+
+
+def store_check(options: argparse.Namespace) -> int:
+    from longrein import storecheck
+
+    return storecheck.command(options.run)
+
+
+def store_prune(options: argparse.Namespace) -> None:
+    from longrein import run
+
+    run.prune_store(options.run, options.keep, vacuum=options.vacuum)
+
+
 def _load(options: argparse.Namespace) -> Config:
     return load(options.file, options.set)
 
@@ -162,6 +187,33 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--template", metavar="FILE", default="", help="chat template (Jinja) in place of the model's own")
     one.add_argument("--parser", metavar="NAME", default="auto", help="as model.parser (%(default)s)")
     one.add_argument("--json", action="store_true", help="print the findings as JSON")
+    one = add("export", export, "write a run's trajectories to a file that other trainers read", None)
+    one.add_argument("run", metavar="RUN|URL", help="the run's folder, or the URL of its record")
+    one.add_argument("--output", metavar="FILE", required=True, help="where they go; replaced when all are written")
+    one.add_argument("--format", choices=("parquet", "jsonl"), required=True)
+    one.add_argument(
+        "--split", choices=("train", "val", "all"), default="all", help="rollouts of which mode (%(default)s)"
+    )
+    one.add_argument("--min-reward", metavar="REWARD", type=float, help="leave out rollouts with less, or with none")
+    one.add_argument(
+        "--kinds",
+        metavar="KIND",
+        nargs="+",
+        choices=("main", "sub-agent", "compaction", "title"),
+        help="kinds of calls whose tokens are in the loss (those that the run trains)",
+    )
+    stores = commands.add_parser("store", help="look after a run's record", description="look after a run's record")
+    store_commands = stores.add_subparsers(required=True, metavar="COMMAND")
+    text = "look at every page and row of a record; exit status 1 when something is wrong"
+    one = store_commands.add_parser("check", help=text, description=text)
+    one.add_argument("run", metavar="RUN|URL", help="the run's folder, or the URL of its record")
+    one.set_defaults(command=store_check)
+    text = "remove tokens and messages of rollouts that were learned from; no gateway may have the record open"
+    one = store_commands.add_parser("prune", help=text, description=text)
+    one.add_argument("run", metavar="RUN", help="the run's folder")
+    one.add_argument("--keep", metavar="rewards|N", help="as store.keep in the run file, which it stands in for")
+    one.add_argument("--vacuum", action="store_true", help="write the database anew without its free space")
+    one.set_defaults(command=store_prune)
     one = add("serve", serve, "serve a checkpoint as an OpenAI-compatible endpoint", None)
     one.add_argument("checkpoint", metavar="CHECKPOINT", help="model folder, such as RUN/checkpoints/step-000100")
     one.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")

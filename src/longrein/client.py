@@ -21,6 +21,8 @@ from longrein.records import (
     NewEvent,
     NewRollout,
     PauseRequest,
+    PruneRequest,
+    PruneResult,
     Rollout,
     RolloutChange,
     RolloutDetail,
@@ -50,7 +52,8 @@ class Client:
     """A gateway at `url`, asked with the run key `key`. Use it as an async context manager.
 
     A request that may be sent twice is sent again, with growing pauses, while the connection fails, for
-    `retry_seconds`; one that may not, only while it cannot have arrived. Every method raises ApiError.
+    `retry_seconds`; one that may not, only while it cannot have arrived. So is one that the gateway cannot record now
+    (503). Every method raises ApiError.
     """
 
     def __init__(self, url: str, key: str, *, retry_seconds: float = 30.0):
@@ -165,6 +168,10 @@ class Client:
     async def clear_models(self) -> None:
         await self._ask("DELETE", "/api/models")
 
+    async def prune(self, request: PruneRequest) -> PruneResult:
+        """Remove the tokens and messages of finished rollouts that nobody needs any more."""
+        return await self._ask("POST", "/api/store/prune", PruneResult, body=request)
+
     async def pause(self, request: PauseRequest) -> GateState:
         """Close the gate: further calls are held or refused."""
         return await self._ask("POST", "/proxy/pause", GateState, body=request)
@@ -218,7 +225,10 @@ class Client:
         end, pause, repeated = loop.time() + self._retry_seconds, 0.05, False
         while True:
             try:
-                return await self._http.send(request), repeated
+                answer = await self._http.send(request)
+                if answer.status_code != 503 or loop.time() + pause > end:
+                    return answer, repeated
+                repeated = True  # a record without room, or whose database is away: most likely nothing was written
             except httpx.TransportError as error:
                 arrived = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
                 if (arrived and not again) or loop.time() + pause > end:

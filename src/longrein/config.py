@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -184,6 +184,11 @@ class Store(Section):
     url: str = Field(default="", description="SQLAlchemy URL of the record; empty is SQLite in the run's folder.")
     fsync: bool = Field(
         default=False, description="Make every commit survive a power loss too, not only the death of a process."
+    )
+    keep: Literal["all", "rewards"] | Annotated[int, Field(ge=1)] = Field(
+        default="all",
+        description="What stays of rollouts that were learned from: all, or rewards and counts without tokens and "
+        "messages; a number keeps those of the last so many steps whole.",
     )
 
 
@@ -413,6 +418,10 @@ class Config(Section):
             )
         if self.engine.kind == "scripted" and not self.engine.script:
             raise ValueError("engine.script: engine.kind = 'scripted' needs module:function")
+        if self.store.keep != "all" and not self.trainer.checkpoint_every:
+            raise ValueError(
+                f"store.keep: {self.store.keep!r} removes only what a checkpoint has got past; set trainer.checkpoint_every"
+            )
         if self.agent.max_tokens and (not self.model.path or self.engine.kind == "openai"):
             raise ValueError(
                 "agent.max_tokens: tokens are counted where replies are sampled token by token, which needs model.path and an "

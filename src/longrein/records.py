@@ -214,6 +214,22 @@ class RolloutDetail(Struct, forbid_unknown_fields=True):
     attempts: list[str]
 
 
+class PruneRequest(Struct, forbid_unknown_fields=True):
+    """The body of POST /api/store/prune: rollouts of which no token and message is needed any more."""
+
+    through_step: int
+    """Finished rollouts of this and earlier steps; those before the first step count as of step 0."""
+    prefix: str = ""
+    """What the rollout ids begin with: those of one run, where several share a gateway."""
+
+
+class PruneResult(Struct, forbid_unknown_fields=True):
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    """Sampled tokens that were removed."""
+
+
 class GateState(Struct, forbid_unknown_fields=True):
     paused: bool
     retry_after_seconds: float
@@ -232,6 +248,16 @@ class PauseRequest(Struct, forbid_unknown_fields=True):
 ForkCause = Literal["new", "template", "arguments", "reasoning", "rewrite", "tools", "compaction", "retokenized"]
 
 Mode = Literal["train", "val"]
+
+
+class Pruned(Struct, forbid_unknown_fields=True):
+    """What `store.keep` left of a call whose tokens and messages it removed."""
+
+    sampled: int
+    """Tokens that were sampled."""
+    leaf: bool
+    """Whether a sample of its attempt (a leaf of the tree) ended with this call."""
+
 
 #: What a call is for: the agent's own work, a sub-agent's, a title for the session, a summary that replaces history.
 CallKind = Literal["main", "sub-agent", "title", "compaction"]
@@ -290,6 +316,14 @@ class Call(Struct, forbid_unknown_fields=True, kw_only=True):
     started_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float = 0.0
+    pruned: Pruned | None = None
+    """None while the call is whole. Else prompt, sample, messages, tools and reply are empty; logprobs are too, or None
+    where they were not known."""
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that were sampled, still recorded or not."""
+        return len(self.sampled) if self.pruned is None else self.pruned.sampled
 
 
 def now() -> float:

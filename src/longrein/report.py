@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrein.config import ConfigError, load
+from longrein.config import ConfigError
 from longrein.records import Call
 
 if TYPE_CHECKING:
@@ -48,14 +48,13 @@ def write_report(run_folder: str | Path) -> None:
 
 def _token_report(folder: Path) -> Report:
     """What the run's record and metrics say."""
-    from longrein.store import Store, store_url
+    from longrein.store import Store, locate_run
     from longrein.trainer.collect import grade_of
     from longrein.trainer.tracking import read_metrics
     from longrein.trajectory.report import build_report
 
-    config = load(folder / "config.toml")
-    own = config.run.model_copy(update={"dir": str(folder.resolve().parent), "name": folder.resolve().name})
-    store = Store.open(store_url(config.model_copy(update={"run": own})), read_only=True)
+    url, config = locate_run(folder)
+    store = Store.open(url, read_only=True)
     try:
         rollouts = store.rollouts(limit=2**31 - 1)
         rewards: dict[str, float] = {}

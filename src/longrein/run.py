@@ -341,6 +341,48 @@ def _how_to_ask(config: Config, url: str, token: str) -> str:
     )
 
 
+def prune_store(folder: str, keep: str | None, *, vacuum: bool = False) -> None:
+    """Prune the record of a run that is not going on, as `keep` or its run file's `store.keep` says, and say what went.
+
+    What a resumption from the latest checkpoint could need stays. Raises `ConfigError`, or `StoreError` when a gateway
+    has the record open.
+    """
+    from longrein.store import Store as OpenStore
+    from longrein.store import locate_run
+    from longrein.trainer import checkpoint
+    from longrein.trainer.tracking import read_metrics
+
+    url, config = locate_run(folder)
+    if config.store.url or "://" in folder:
+        raise ConfigError(
+            f"{folder}: only a record in the run's own folder is pruned by hand; one that runs may share is pruned by their "
+            "trainers (store.keep)"
+        )
+    policy = config.store.keep if keep is None else keep
+    if policy == "all":
+        raise ConfigError("--keep: the run file keeps all (store.keep); say --keep rewards or --keep N (steps)")
+    if policy != "rewards" and not (str(policy).isdigit() and int(policy) > 0):
+        raise ConfigError(f"--keep {policy}: expected rewards, or a number of steps of at least 1")
+    path = config.run.path
+    latest = checkpoint.latest(path)
+    if latest is None:
+        raise ConfigError(f"{path}: has no checkpoint, so nothing is past one; everything stays")
+    saved = checkpoint.read_state(latest).step
+    steps = [line["step"] for line in read_metrics(path) if line["kind"] == "step"]
+    last = steps[-1] if steps else saved
+    through = min(saved, last - (0 if policy == "rewards" else int(policy)))
+    store = OpenStore.open(url, fsync=config.store.fsync)
+    try:
+        done = asyncio.run(store.prune(through, kinds=config.algorithm.train_kinds))
+        if vacuum:
+            store.vacuum()
+    finally:
+        store.close()
+    print(
+        f"{done.rollouts:,} rollouts pruned (through step {through}): {done.calls:,} calls, {done.tokens:,} sampled tokens"
+    )
+
+
 # --- Signals ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from longrein.records import (
     Event,
     ModelEndpoint,
     Outcome,
+    Pruned,
     Rollout,
     RolloutConfig,
     RolloutState,
@@ -35,6 +36,19 @@ _tables = sa.MetaData()
 _Position = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
+class _WithoutNul(sa.TypeDecorator[str]):
+    """PostgreSQL has no text with a NUL in it: each becomes U+FFFD there. JSON spells them as escapes and keeps them."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else value.replace("\0", "\ufffd")
+
+
+_Text = sa.Text().with_variant(_WithoutNul(), "postgresql")
+
+
 def _position() -> sa.Column[int]:
     """A number that grows with every row and is never used again."""
     return sa.Column("position", _Position, primary_key=True, autoincrement=True)
@@ -46,19 +60,20 @@ rollouts = sa.Table(
     "rollouts",
     _tables,
     _position(),
-    sa.Column("rollout_id", sa.Text, nullable=False, unique=True),
-    sa.Column("group_id", sa.Text),
+    sa.Column("rollout_id", _Text, nullable=False, unique=True),
+    sa.Column("group_id", _Text),
     sa.Column("is_train", sa.Boolean, nullable=False),
-    sa.Column("input", sa.Text, nullable=False),
-    sa.Column("config", sa.Text, nullable=False),
-    sa.Column("metadata", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("k8s_job_name", sa.Text),
-    sa.Column("last_attempt_id", sa.Text),
-    sa.Column("error_message", sa.Text),
+    sa.Column("input", _Text, nullable=False),
+    sa.Column("config", _Text, nullable=False),
+    sa.Column("metadata", _Text, nullable=False),
+    sa.Column("state", _Text, nullable=False),
+    sa.Column("k8s_job_name", _Text),
+    sa.Column("last_attempt_id", _Text),
+    sa.Column("error_message", _Text),
     sa.Column("version", sa.Integer, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("updated_at", sa.Double, nullable=False),
+    sa.Column("pruned_at", sa.Double),
     sa.Index("rollouts_by_state", "state", "position"),
     sqlite_autoincrement=True,
 )
@@ -67,7 +82,7 @@ terminal = sa.Table(
     "terminal",
     _tables,
     _position(),
-    sa.Column("rollout_id", sa.Text, nullable=False, unique=True),
+    sa.Column("rollout_id", _Text, nullable=False, unique=True),
     sqlite_autoincrement=True,
 )
 
@@ -75,15 +90,15 @@ attempts = sa.Table(
     "attempts",
     _tables,
     _position(),
-    sa.Column("rollout_id", sa.Text, nullable=False),
-    sa.Column("attempt_id", sa.Text, nullable=False),
+    sa.Column("rollout_id", _Text, nullable=False),
+    sa.Column("attempt_id", _Text, nullable=False),
     sa.Column("token_hash", sa.LargeBinary, unique=True),
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
-    sa.Column("outcome", sa.Text),
+    sa.Column("outcome", _Text),
     sa.Column("exit_code", sa.Integer),
-    sa.Column("reason", sa.Text),
-    sa.Column("usage", sa.Text),
+    sa.Column("reason", _Text),
+    sa.Column("usage", _Text),
     sa.UniqueConstraint("rollout_id", "attempt_id"),
     sqlite_autoincrement=True,
 )
@@ -91,46 +106,47 @@ attempts = sa.Table(
 calls = sa.Table(
     "calls",
     _tables,
-    sa.Column("rollout_id", sa.Text, primary_key=True),
-    sa.Column("attempt_id", sa.Text, primary_key=True),
+    sa.Column("rollout_id", _Text, primary_key=True),
+    sa.Column("attempt_id", _Text, primary_key=True),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("dialect", sa.Text, nullable=False),
-    sa.Column("mode", sa.Text, nullable=False),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("engine", sa.Text, nullable=False),
-    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("dialect", _Text, nullable=False),
+    sa.Column("mode", _Text, nullable=False),
+    sa.Column("model", _Text, nullable=False),
+    sa.Column("engine", _Text, nullable=False),
+    sa.Column("kind", _Text, nullable=False),
     sa.Column("parent", sa.Integer),
-    sa.Column("fork", sa.Text),
+    sa.Column("fork", _Text),
     sa.Column("prefix", sa.Integer),
     sa.Column("prefix_length", sa.Integer, nullable=False),
     sa.Column("prompt_delta", sa.LargeBinary, nullable=False),
     sa.Column("prompt_length", sa.Integer, nullable=False),
     sa.Column("sampled", sa.LargeBinary, nullable=False),
     sa.Column("logprobs", sa.LargeBinary),
-    sa.Column("versions", sa.Text, nullable=False),
+    sa.Column("versions", _Text, nullable=False),
     sa.Column("messages_keep", sa.Integer, nullable=False),
-    sa.Column("messages", sa.Text, nullable=False),
-    sa.Column("tools", sa.Text),
-    sa.Column("reply", sa.Text, nullable=False),
-    sa.Column("sampling", sa.Text, nullable=False),
-    sa.Column("status", sa.Text, nullable=False),
-    sa.Column("finish_reason", sa.Text),
+    sa.Column("messages", _Text, nullable=False),
+    sa.Column("tools", _Text),
+    sa.Column("reply", _Text, nullable=False),
+    sa.Column("sampling", _Text, nullable=False),
+    sa.Column("status", _Text, nullable=False),
+    sa.Column("finish_reason", _Text),
     sa.Column("http_status", sa.Integer, nullable=False),
-    sa.Column("error", sa.Text),
+    sa.Column("error", _Text),
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("first_token_at", sa.Double),
     sa.Column("finished_at", sa.Double, nullable=False),
+    sa.Column("pruned", _Text),
 )
 
 events = sa.Table(
     "events",
     _tables,
     _position(),
-    sa.Column("rollout_id", sa.Text, nullable=False),
-    sa.Column("attempt_id", sa.Text, nullable=False),
-    sa.Column("event_type", sa.Text, nullable=False),
+    sa.Column("rollout_id", _Text, nullable=False),
+    sa.Column("attempt_id", _Text, nullable=False),
+    sa.Column("event_type", _Text, nullable=False),
     sa.Column("timestamp", sa.Double, nullable=False),
-    sa.Column("data", sa.Text, nullable=False),
+    sa.Column("data", _Text, nullable=False),
     sa.Index("events_by_attempt", "rollout_id", "attempt_id", "position"),
     sqlite_autoincrement=True,
 )
@@ -139,16 +155,24 @@ models = sa.Table(
     "models",
     _tables,
     _position(),
-    sa.Column("model", sa.Text, nullable=False),
-    sa.Column("endpoint", sa.Text, nullable=False),
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("protocol", sa.Text, nullable=False),
+    sa.Column("model", _Text, nullable=False),
+    sa.Column("endpoint", _Text, nullable=False),
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Column("protocol", _Text, nullable=False),
     sa.UniqueConstraint("model", "endpoint"),
     sqlite_autoincrement=True,
 )
 
+
+def _prunable(connection: Connection) -> None:
+    """Version 2: what was sampled can be removed, and only its count kept. vLLM's protocol has its present name."""
+    connection.execute(sa.text("ALTER TABLE rollouts ADD COLUMN pruned_at DOUBLE PRECISION"))
+    connection.execute(sa.text("ALTER TABLE calls ADD COLUMN pruned TEXT"))
+    connection.execute(sa.text("UPDATE models SET protocol = 'vllm' WHERE protocol = 'completions'"))
+
+
 #: MIGRATIONS[i] turns a store of schema version i + 1 into one of version i + 2, inside a transaction.
-MIGRATIONS: list[Callable[[Connection], None]] = []
+MIGRATIONS: list[Callable[[Connection], None]] = [_prunable]
 
 
 def schema_version() -> int:
@@ -194,6 +218,7 @@ _json = msgspec.json.decode
 _read_config = msgspec.json.Decoder(RolloutConfig).decode
 _read_usage = msgspec.json.Decoder(Usage).decode
 _read_versions = msgspec.json.Decoder(list[tuple[int, int]]).decode
+_read_pruned = msgspec.json.Decoder(Pruned).decode
 
 
 def _ints(values: Sequence[int]) -> bytes:
@@ -271,12 +296,13 @@ def call_row(call: Call) -> dict[str, Any]:
         "reply": to_text(call.reply),
         "sampling": to_text(call.sampling),
         "error": None if call.error is None else to_text(call.error),
+        "pruned": None if call.pruned is None else to_text(call.pruned),
     }
 
 
 def call_of(row: Row[Any]) -> Call:
     value = dict(row._mapping)
-    logprobs, tools, error = value["logprobs"], value["tools"], value["error"]
+    logprobs, tools, error, pruned = value["logprobs"], value["tools"], value["error"], value["pruned"]
     return Call(
         **value
         | {
@@ -289,6 +315,7 @@ def call_of(row: Row[Any]) -> Call:
             "reply": _json(value["reply"]),
             "sampling": _json(value["sampling"]),
             "error": None if error is None else _json(error),
+            "pruned": None if pruned is None else _read_pruned(pruned),
         }
     )
 

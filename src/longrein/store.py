@@ -1,37 +1,36 @@
 """The durable record of a run: rollouts, attempts, calls, events and models.
 
-SQLite by default, another database by URL. One process writes (the gateway). Its writes go to one writer thread,
-which takes all that are waiting into one transaction (group commit); each runs behind a savepoint, so that one that
-fails fails alone. A write's future resolves after COMMIT: what was acknowledged survives kill -9 of the process, and
-with `fsync` a power loss too.
+SQLite by default, PostgreSQL by URL. One process writes (the gateway); another that tries is refused. Its writes go to
+one thread (`writer.py`), and a write's future resolves after COMMIT: what was acknowledged survives kill -9 of the
+process, and with `fsync` a power loss too. A write that cannot be made raises StoreError and leaves nothing behind.
 
 Reads are plain functions: they see what was committed, from any thread or process, and never block the writer.
 """
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine, Row
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 
-from longrein import schema
-from longrein.config import Config
-from longrein.database import close_writing, open_reading, open_writing, shown, words
+from longrein import pruning, schema
+from longrein.config import Config, ConfigError, load
+from longrein.database import Opened, give_back_space, open_reading, open_writing, shown, trouble, vacuum
 from longrein.records import (
     TERMINAL,
     TRANSITIONS,
     Attempt,
     Call,
+    CallKind,
     EndAttempt,
     Event,
     ModelEndpoint,
+    PruneResult,
     Rollout,
     RolloutState,
     StatusChange,
@@ -40,8 +39,10 @@ from longrein.records import (
     now,
 )
 from longrein.schema import StoreError
+from longrein.trajectory.kinds import TRAINED_KINDS
+from longrein.writer import Writer
 
-__all__ = ["Conflict", "NotFound", "Store", "StoreError", "store_url"]
+__all__ = ["Conflict", "NotFound", "Store", "StoreError", "locate_run", "store_url"]
 
 T = TypeVar("T")
 
@@ -59,6 +60,25 @@ def store_url(config: Config) -> str:
     return config.store.url or f"sqlite:///{config.run.path / 'store.sqlite'}"
 
 
+def locate_run(run: str | Path) -> tuple[str, Config]:
+    """The URL of a run's record and the run's configuration (the default one where `run` is a URL itself).
+
+    `run` is the folder that `longrein train` or `longrein gateway` wrote, or a SQLAlchemy URL. Raises ConfigError.
+    """
+    if "://" in str(run):
+        return str(run), load(None)
+    folder = Path(run)
+    config = load(folder / "config.toml") if (folder / "config.toml").exists() else load(None)
+    own = config.run.model_copy(update={"dir": str(folder.resolve().parent), "name": folder.resolve().name})
+    config = config.model_copy(update={"run": own})
+    if not config.store.url and not (folder / "store.sqlite").exists():
+        what = "holds no record (no store.sqlite)" if folder.is_dir() else "no such run folder"
+        raise ConfigError(
+            f"{folder}: {what}; give the folder that `longrein train` wrote (runs/NAME), or the record's URL"
+        )
+    return store_url(config), config
+
+
 # Statements of every call, made once: putting one together costs more than running it.
 _ROLLOUT = sa.select(schema.rollouts).where(schema.rollouts.c.rollout_id == sa.bindparam("rollout_id"))
 _ATTEMPT = sa.select(schema.attempts).where(
@@ -70,121 +90,62 @@ _MODELS = sa.select(schema.models).order_by(schema.models.c.position)
 _ADD_CALL = sa.insert(schema.calls)
 _ADD_EVENT = sa.insert(schema.events)
 
-# --- Writing ----------------------------------------------------------------------------------------------------
-
-#: Writes that one transaction takes at most, so that the first of a flood is not kept waiting for the last.
-_LARGEST_GROUP = 512
-
-
-class _Write:
-    """One operation on its way to the writer thread, and the future its result goes to."""
-
-    __slots__ = ("error", "future", "loop", "operation", "result")
-
-    def __init__(self, operation: Callable[[Connection], Any]) -> None:
-        self.operation = operation
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.result: Any = None
-        self.error: Exception | None = None
+#: Rollouts that are read at once where all of them are gone through.
+_PAGE = 256
 
 
 class Store:
     """See the module. Opened by `Store.open`, closed by `close`."""
 
-    def __init__(self, engine: Engine, reader: Engine, name: str, *, read_only: bool) -> None:
+    def __init__(self, engine: Engine, reader: Engine, name: str, *, opened: Opened | None) -> None:
         self.engine = engine
         self._reader = reader
         self._name = name
-        self._read_only = read_only
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
-        if not read_only:
-            self._writer = threading.Thread(target=self._write_groups, name="longrein-store", daemon=True)
-            self._writer.start()
+        self._opened = opened
+        self._writer = Writer(engine, name) if opened is not None else None
 
     @classmethod
     def open(cls, url: str, *, fsync: bool = False, read_only: bool = False) -> Store:
         """Open the record at a SQLAlchemy URL; create it, or bring its schema up to date, unless `read_only`.
 
-        A read-only store creates no file and takes no lock that the writer waits for. Raises StoreError.
+        A read-only store creates no file and takes no lock that the writer waits for. Raises StoreError, also while
+        another process has it open for writing.
         """
         name = shown(url)
+        opened: Opened | None = None
         try:
             if read_only:
                 engine = reader = open_reading(url)
             else:
-                engine, reader = open_writing(url, fsync)
+                opened = open_writing(url, fsync)
+                engine, reader = opened.writer, opened.reader
             try:
                 with engine.begin() as connection:
                     schema.check_schema(connection, name, read_only=read_only)
             except BaseException:
                 engine.dispose()
-                reader.dispose()
+                if opened is not None:
+                    opened.close()
                 raise
         except (SQLAlchemyError, ImportError, OSError) as error:
-            raise StoreError(f"{name}: the record cannot be opened: {words(error)}") from error
-        return cls(engine, reader, name, read_only=read_only)
+            raise trouble(name, "opened", error) from error
+        return cls(engine, reader, name, opened=opened)
 
     def close(self) -> None:
         """Finish the writes that are waiting, then let go of the database."""
         if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join()
+            self._writer.close()
             self._writer = None
         self._reader.dispose()
-        if not self._read_only:
-            close_writing(self.engine)
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
         self.engine.dispose()
-        self._read_only = True
 
     async def _write(self, operation: Callable[[Connection], T]) -> T:
         if self._writer is None:
             raise StoreError(f"{self._name}: the record is open for reading only, or closed")
-        write = _Write(operation)
-        self._queue.put(write)
-        return await write.future
-
-    def _write_groups(self) -> None:
-        last = False
-        while not last:
-            group: list[_Write] = []
-            item = self._queue.get()
-            while item is not None:
-                group.append(item)
-                if len(group) == _LARGEST_GROUP:
-                    break
-                try:
-                    item = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-            last = item is None
-            if group:
-                self._write_group(group)
-
-    def _write_group(self, group: Sequence[_Write]) -> None:
-        try:
-            with self.engine.begin() as connection:
-                for write in group:
-                    connection.exec_driver_sql("SAVEPOINT one")
-                    try:
-                        write.result = write.operation(connection)
-                    except Exception as error:
-                        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT one")
-                        write.error = self._failure(error) if isinstance(error, SQLAlchemyError) else error
-                    connection.exec_driver_sql("RELEASE SAVEPOINT one")
-        except Exception as error:
-            for write in group:
-                write.error = self._failure(error)
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Write]] = {}
-        for write in group:
-            by_loop.setdefault(write.loop, []).append(write)
-        for loop, writes in by_loop.items():
-            with suppress(RuntimeError):  # the loop that asked is closed: nobody waits any more
-                loop.call_soon_threadsafe(_resolve, writes)
-
-    def _failure(self, error: Exception) -> StoreError:
-        return StoreError(f"{self._name}: the record cannot be written: {words(error)}")
+        return await self._writer.write(operation)
 
     async def add_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Add rollouts in this order. One whose id is known is left as it is and returned as it stands."""
@@ -293,16 +254,21 @@ class Store:
 
     async def add_call(self, call: Call) -> None:
         """Record a call; its attempt is made when it is not there. NotFound: no such rollout; Conflict: number taken."""
-        row = schema.call_row(call)
+        await self.add_calls([call])
+
+    async def add_calls(self, calls: Sequence[Call]) -> None:
+        """Record calls, all of them or none. Raises as `add_call` does."""
+        rows = [schema.call_row(call) for call in calls]
 
         def operation(connection: Connection) -> None:
-            _ensure_attempt(connection, call.rollout_id, call.attempt_id)
-            try:
-                connection.execute(_ADD_CALL, row)
-            except IntegrityError as error:
-                raise Conflict(
-                    f"call {call.number} of attempt {call.attempt_id} of rollout {call.rollout_id} is recorded already"
-                ) from error
+            for call, row in zip(calls, rows, strict=True):
+                _ensure_attempt(connection, call.rollout_id, call.attempt_id)
+                try:
+                    connection.execute(_ADD_CALL, row)
+                except IntegrityError as error:
+                    raise Conflict(
+                        f"call {call.number} of attempt {call.attempt_id} of rollout {call.rollout_id} is recorded already"
+                    ) from error
 
         await self._write(operation)
 
@@ -354,37 +320,96 @@ class Store:
 
         await self._write(operation)
 
+    async def prune(
+        self, through_step: int, prefix: str = "", kinds: Collection[CallKind] = TRAINED_KINDS
+    ) -> PruneResult:
+        """Remove tokens and messages of finished rollouts of steps up to `through_step`; see `pruning.py`.
+
+        Only rollouts whose ids begin with `prefix`, and only those of a trainer (which have a phase and a step). The
+        space goes back to the file system where it can be given back in pieces.
+        """
+        ids = self._read(lambda connection: pruning.find_prunable(connection, through_step, prefix))
+        total = PruneResult()
+        for at in range(0, len(ids), pruning.AT_ONCE):
+            part = ids[at : at + pruning.AT_ONCE]
+            done = await self._write(lambda connection, part=part: pruning.prune(connection, part, kinds))
+            total.rollouts += done.rollouts
+            total.calls += done.calls
+            total.tokens += done.tokens
+        while await self._write(give_back_space):
+            pass
+        return total
+
+    def vacuum(self) -> None:
+        """Write a SQLite file anew, without its free space. Nobody may write meanwhile. Raises StoreError."""
+        try:
+            vacuum(self.engine)
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            raise trouble(self._name, "vacuumed", error) from error
+
     # --- Reading
 
+    def _read(self, look: Callable[[Connection], T]) -> T:
+        """What `look` finds. A connection that was lost (the server has been started again) is replaced once."""
+        for last in (False, True):
+            try:
+                with self._reader.connect() as connection:
+                    return look(connection)
+            except SQLAlchemyError as error:
+                lost = isinstance(error, DBAPIError) and error.connection_invalidated
+                if last or not lost:
+                    raise trouble(self._name, "read", error) from error
+        raise AssertionError("unreachable")
+
     def _all(self, query: sa.Executable, parameters: dict[str, Any] | None = None) -> Sequence[Row[Any]]:
-        with self._reader.connect() as connection:
-            return connection.execute(query, parameters).all()
+        return self._read(lambda connection: connection.execute(query, parameters).all())
+
+    def _records(self, of: Callable[[Row[Any]], T], rows: Sequence[Row[Any]]) -> list[T]:
+        """Rows as records. Raises StoreError for one that is damaged."""
+        found = []
+        for row in rows:
+            try:
+                found.append(of(row))
+            except (ValueError, TypeError) as error:
+                names = ("rollout_id", "attempt_id", "number")
+                where = ", ".join(f"{name} {row._mapping[name]}" for name in names if name in row._mapping)
+                raise StoreError(
+                    f"{self._name}: the record of {where} is damaged: {error}; `longrein store check` lists all that is"
+                ) from error
+        return found
 
     def rollouts(self, states: Sequence[RolloutState] | None = None, limit: int = 500) -> list[Rollout]:
         """Rollouts in one of `states` (None: all), oldest first, at most `limit`."""
         query = sa.select(schema.rollouts).order_by(schema.rollouts.c.position).limit(limit)
         if states is not None:
             query = query.where(schema.rollouts.c.state.in_([state.value for state in states]))
-        return [schema.rollout_of(row) for row in self._all(query)]
+        return self._records(schema.rollout_of, self._all(query))
+
+    def each_rollout(self) -> Iterator[Rollout]:
+        """All rollouts, oldest first, read in pieces."""
+        position = schema.rollouts.c.position
+        query = sa.select(schema.rollouts).order_by(position).limit(_PAGE)
+        after = 0
+        while rows := self._all(query.where(position > after)):
+            yield from self._records(schema.rollout_of, rows)
+            after = rows[-1].position
 
     def rollout(self, rollout_id: str) -> Rollout | None:
-        with self._reader.connect() as connection:
-            return _find_rollout(connection, rollout_id)
+        found = self._records(schema.rollout_of, self._all(_ROLLOUT, {"rollout_id": rollout_id}))
+        return found[0] if found else None
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
         """A rollout's attempts, oldest first."""
-        with self._reader.connect() as connection:
-            return [schema.attempt_of(row) for row in _find_attempts(connection, rollout_id)]
+        return self._records(schema.attempt_of, self._read(lambda connection: _find_attempts(connection, rollout_id)))
 
     def attempt(self, rollout_id: str, attempt_id: str) -> Attempt | None:
-        with self._reader.connect() as connection:
-            row = _find_attempt(connection, rollout_id, attempt_id)
-        return None if row is None else schema.attempt_of(row)
+        rows = self._all(_ATTEMPT, {"rollout_id": rollout_id, "attempt_id": attempt_id})
+        return self._records(schema.attempt_of, rows)[0] if rows else None
 
     def attempt_of_token(self, token_hash: bytes) -> Attempt | None:
         """The attempt, ended or not, whose token has this SHA-256."""
         rows = self._all(_ATTEMPT_OF_TOKEN, {"token_hash": token_hash})
-        return schema.attempt_of(rows[0]) if rows else None
+        return self._records(schema.attempt_of, rows)[0] if rows else None
 
     def attempts_with_records(self, rollout_id: str) -> list[str]:
         """Ids of the attempts that have calls or events, oldest first."""
@@ -402,7 +427,7 @@ class Store:
         query = sa.select(schema.calls).where(
             schema.calls.c.rollout_id == rollout_id, schema.calls.c.attempt_id == attempt_id
         )
-        return [schema.call_of(row) for row in self._all(query.order_by(schema.calls.c.number))]
+        return self._records(schema.call_of, self._all(query.order_by(schema.calls.c.number)))
 
     def next_call_number(self, rollout_id: str, attempt_id: str) -> int:
         """One more than the largest number of the attempt's calls; 0 without calls."""
@@ -435,7 +460,7 @@ class Store:
         )
         if event_type is not None:
             query = query.where(schema.events.c.event_type == event_type)
-        return [schema.event_of(row) for row in self._all(query.order_by(schema.events.c.position))]
+        return self._records(schema.event_of, self._all(query.order_by(schema.events.c.position)))
 
     def terminal(self, after: int, limit: int) -> TerminalPage:
         """Finished rollouts behind position `after`, in the order in which they finished."""
@@ -448,21 +473,11 @@ class Store:
         )
         rows = self._all(query)
         total = self._all(sa.select(sa.func.count()).select_from(schema.terminal))[0][0]
-        items = [_terminal_item(schema.rollout_of(row)) for row in rows]
+        items = [_terminal_item(rollout) for rollout in self._records(schema.rollout_of, rows)]
         return TerminalPage(items=items, next_after=rows[-1][0] if rows else after, total_terminal=total)
 
     def models(self) -> list[ModelEndpoint]:
-        return [schema.model_of(row) for row in self._all(_MODELS)]
-
-
-def _resolve(writes: Sequence[_Write]) -> None:
-    for write in writes:
-        if write.future.done():  # cancelled: the write stands, nobody waits for it
-            continue
-        if write.error is not None:
-            write.future.set_exception(write.error)
-        else:
-            write.future.set_result(write.result)
+        return self._records(schema.model_of, self._all(_MODELS))
 
 
 def _terminal_item(rollout: Rollout) -> TerminalItem:

@@ -14,10 +14,15 @@ import pytest
 import pytest_asyncio
 from starlette.routing import Route
 
+from longrein import cli
+from longrein.config import Config
 from longrein.gateway.access import LARGEST_REWARD, MOST_REWARDS, Access, hash_token, new_token
 from longrein.gateway.app import create_app
+from longrein.gateway.loading import load_text_model
 from longrein.gateway.operations import OPERATIONS, Who, operation, table
+from longrein.gateway.tokens import TemplateError
 
+from .models import TEMPLATES, make_model_folder
 from .serving import KEY, Served, Upstream, path, register, serving, upstream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -115,6 +120,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("PATCH", "/api/rollouts/{rollout_id}"): {"status": {"state": "succeeded"}},
     ("PATCH", "/api/rollouts/{rollout_id}/attempts/{attempt_id}"): {"outcome": "succeeded"},
     ("POST", "/api/models"): [{"model": "m", "endpoint": "http://127.0.0.1:9/v1"}],
+    ("POST", "/api/store/prune"): {"through_step": 0},
     ("POST", "/proxy/pause"): {},
     ("POST", "/api/rollouts/{rollout_id}/attempt/{attempt_id}/events"): {"event_type": "reward", "data": {"value": 1}},
 }
@@ -347,3 +353,65 @@ async def test_tokens_are_long_and_never_the_same() -> None:
     tokens = {new_token() for _ in range(100)}
     assert len(tokens) == 100
     assert all(token.startswith("lr-at-") and len(token) >= 6 + 43 for token in tokens)
+
+
+# --- Where it listens, and what is evaluated
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", ""])
+async def test_the_command_listens_on_loopback_only_unless_it_is_given_a_key(
+    tmp_path: Path, host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--set", f"run.dir={tmp_path}", "--set", f"gateway.host={json.dumps(host)}"]
+    assert await asyncio.to_thread(cli.main, ["gateway", *options]) == 2
+    assert "can be reached from other machines; set gateway.key or gateway.key_file" in capsys.readouterr().err
+    assert Config().gateway.host == "127.0.0.1"
+
+
+HOSTILE = "{{ 7 * 7 }}{% for x in range(9) %}{{ x }}{% endfor %}{{ ''.__class__.__mro__ }}"
+
+
+async def test_nothing_that_a_client_sends_is_evaluated(tmp_path: Path) -> None:
+    model = load_text_model(
+        str(make_model_folder(tmp_path)),
+        name="m",
+        chat_template="",
+        context=0,
+        control_text="text",
+        system_messages="auto",
+    )
+    tool = {"type": "function", "function": {"name": HOSTILE, "description": HOSTILE, "parameters": {HOSTILE: HOSTILE}}}
+    call = {"id": HOSTILE, "type": "function", "function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}
+    conversation = [
+        {"role": "system", "content": HOSTILE},
+        {"role": "user", "content": HOSTILE},
+        {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "tool_calls": [call]},
+        {"role": "tool", "content": HOSTILE, "tool_call_id": HOSTILE},
+    ]
+    text = model.render(conversation, [tool]).text
+    assert text.count(HOSTILE) == 12
+    assert "49" not in text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{{ strftime_now.__globals__.keys() }}",
+        "{% for a in range(999999999) %}{% endfor %}",
+        "{{ lipsum.__globals__.os.system('true') }}",
+    ],
+)
+async def test_a_chat_template_holds_no_reins_either(tmp_path: Path, template: str) -> None:
+    """It comes with a model from somewhere: it is rendered in Jinja's immutable sandbox."""
+    folder = make_model_folder(tmp_path)
+    whole = TEMPLATES["hermes"].strip("\n") + "{% if messages[0].content == 'now' %}" + template + "{% endif %}"
+    (folder / "chat_template.jinja").write_text(whole)
+    model = load_text_model(
+        str(folder), name="m", chat_template="", context=0, control_text="text", system_messages="auto"
+    )
+    with pytest.raises(TemplateError):
+        model.render([{"role": "user", "content": "now"}], None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +138,12 @@ async def connected(served: Served) -> tuple[asyncio.StreamReader, asyncio.Strea
 async def test_a_head_without_end_is_cut_off(served: Served) -> None:
     reader, writer = await connected(served)
     writer.write(b"GET /healthz HTTP/1.1\r\nx-endless: ")
-    try:
+    with suppress(ConnectionError):
         for _ in range(64):  # 4 MB: a client that is cut off cannot write on
             writer.write(b"a" * 65536)
             await writer.drain()
-    except ConnectionError:
-        pass
-    try:
+    with suppress(ConnectionError):  # what the gateway said is lost with the connection that it closed
         assert b" 431 " in await reader.readline()
-    except ConnectionError:
-        pass  # what the gateway said is lost with the connection that it closed
     writer.close()
     assert (await served.anonymous.get("/healthz")).status_code == 200
 
@@ -265,7 +261,7 @@ async def test_a_long_text_is_encoded_without_pythons_lock(tmp_path: Path) -> No
     done: list[list[int]] = []
     thread = threading.Thread(target=lambda: done.append(ids_of(model.tokenizer, text)))
     thread.start()
-    while thread.is_alive():  # noqa: ASYNC110 (a thread)
+    while thread.is_alive():
         await asyncio.sleep(0.001)
         turns += 1
     assert turns >= 5, "the thread kept the lock all the time"

@@ -118,6 +118,14 @@ def bodies(dialect: ModuleType) -> st.SearchStrategy[Json]:
     return made | mutated(dialect)
 
 
+def read(dialect: ModuleType, body: Json) -> tuple[Request | None, DialectError | None]:
+    """The request, or the one error that a parser may raise."""
+    try:
+        return dialect.parse(body), None
+    except DialectError as error:
+        return None, error
+
+
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
 def test_any_object_is_a_request_or_an_error(dialect: ModuleType) -> None:
     requests = 0
@@ -127,9 +135,9 @@ def test_any_object_is_a_request_or_an_error(dialect: ModuleType) -> None:
     def check(body: Json) -> None:
         nonlocal requests
         body = read_json(json.dumps(body).encode())
-        try:
-            request = dialect.parse(body)
-        except DialectError as error:
+        request, error = read(dialect, body)
+        if request is None:
+            assert error is not None
             assert 400 <= error.status < 500
             assert error.message
             json.dumps(dialect.error_body(error))
@@ -149,10 +157,8 @@ def test_any_object_is_a_request_or_an_error(dialect: ModuleType) -> None:
 def test_recorded_requests_are_requests(dialect: ModuleType) -> None:
     assert len(recorded(dialect)) >= 3
     for body in recorded(dialect):
-        try:
-            dialect.parse(body)
-        except DialectError as error:  # cut behind the assistant's turn
-            assert "does not continue a reply" in error.message
+        _, error = read(dialect, body)  # some are cut behind the assistant's turn
+        assert error is None or "does not continue a reply" in error.message
 
 
 @pytest.mark.parametrize(

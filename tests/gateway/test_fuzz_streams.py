@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -111,10 +112,8 @@ def test_any_stream_is_chunks_or_the_protocols_error(protocol: str) -> None:
                 assert all(isinstance(id, int) for id in chunk.token_ids)
                 assert chunk.finish_reason in (None, "stop", "length", "abort") or protocol == "tokens"
 
-        try:
+        with suppress(Broken, EngineError):
             asyncio.run(read())
-        except (Broken, EngineError) as error:
-            assert str(error)
 
     check()
 
@@ -173,9 +172,7 @@ async def test_an_event_without_end_is_broken_off(reader: str, monkeypatch: pyte
     monkeypatch.setattr(wire, "LONGEST_EVENT", 10_000)
     monkeypatch.setattr("longrein.gateway.engines.openai.LONGEST_EVENT", 10_000)
     response = httpx.Response(200, stream=Endless())
+    events = wire.events(response) if reader == "wire" else server_sent_events(response.aiter_bytes())
     with pytest.raises(Broken if reader == "wire" else httpx.RemoteProtocolError, match="more than 10000 bytes"):
-        if reader == "wire":
-            _ = [one async for one in wire.events(response)]
-        else:
-            _ = [one async for one in server_sent_events(response.aiter_bytes())]
+        _ = [one async for one in events]
     assert given_out < 20

@@ -372,14 +372,14 @@ async def test_done_leaves_only_after_the_commit(
     """The store is slow; the stream has no finish reason, so [DONE] is its terminal event."""
     await served.add()
     committing, commit = asyncio.Event(), asyncio.Event()
-    add_call = served.gateway.store.add_call
+    add_calls = served.gateway.store.add_calls
 
-    async def slow(call: Call) -> None:
+    async def slow(calls: list[Call]) -> None:
         committing.set()
         await commit.wait()
-        await add_call(call)
+        await add_calls(calls)
 
-    monkeypatch.setattr(served.gateway.store, "add_call", slow)
+    monkeypatch.setattr(served.gateway.store, "add_calls", slow)
     model.script = says(chunk({"content": "x"}, ids=[1], prompt_token_ids=[2]), DONE)
     got: list[str] = []
 
@@ -404,14 +404,14 @@ async def test_a_plain_answer_leaves_only_after_the_commit(
 ) -> None:
     await served.add()
     committing, commit = asyncio.Event(), asyncio.Event()
-    add_call = served.gateway.store.add_call
+    add_calls = served.gateway.store.add_calls
 
-    async def slow(call: Call) -> None:
+    async def slow(calls: list[Call]) -> None:
         committing.set()
         await commit.wait()
-        await add_call(call)
+        await add_calls(calls)
 
-    monkeypatch.setattr(served.gateway.store, "add_call", slow)
+    monkeypatch.setattr(served.gateway.store, "add_calls", slow)
     asked = asyncio.ensure_future(ask(served))
     await committing.wait()
     assert not asked.done()

@@ -16,6 +16,8 @@ from longrein.records import (
     ModelEndpoint,
     NewRollout,
     Outcome,
+    PruneRequest,
+    PruneResult,
     Rollout,
     RolloutDetail,
     RolloutState,
@@ -69,6 +71,8 @@ class FakeClient:
         self.batches: list[list[str]] = []
         self.models: list[ModelEndpoint] = []
         self.fail_polls: Exception | None = None
+        self.pruned: list[PruneRequest] = []
+        self.fail_prunes: Exception | None = None
         self._changed = asyncio.Condition()
 
     async def add_rollouts(self, new: list[NewRollout]) -> list[Rollout]:
@@ -153,6 +157,12 @@ class FakeClient:
             return []
         values = [-1.0, play.reward]  # the last one counts
         return [Event("reward", rollout_id, "0", 0.0, {"value": value, "metrics": play.metrics}) for value in values]
+
+    async def prune(self, request: PruneRequest) -> PruneResult:
+        self.pruned.append(request)
+        if self.fail_prunes is not None:
+            raise self.fail_prunes
+        return PruneResult()
 
     async def put_models(self, models: list[ModelEndpoint]) -> None:
         self.models.extend(models)

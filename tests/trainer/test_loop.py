@@ -13,6 +13,7 @@ from fake_student import FakeStudent
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longrein.client import ApiError
 from longrein.config import Config, ConfigError, load
 from longrein.records import Attempt, NewRollout, Outcome, Rollout, RolloutState
 from longrein.trainer import checkpoint
@@ -247,3 +248,36 @@ def test_tasks_that_are_needed_are_read_and_others_are_not(tmp_path: Path) -> No
 def test_what_cannot_train_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         refuse_untrainable(load(None, overrides))
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "through"),
+    [
+        ("all", 2, []),
+        # Step 0 has a checkpoint: the warm-up and the first evaluation are behind it. Step 3 has none yet.
+        ("rewards", 2, [0, 2, 2, 4, 4, 5]),
+        ("2", 2, [0, 1, 2, 3, 3]),
+        ("9", 2, []),
+    ],
+)
+async def test_what_a_checkpoint_is_past_is_pruned_and_nothing_later(
+    tmp_path: Path, keep: str, every: int, through: list[int]
+) -> None:
+    options = ("trainer.steps=5", f"trainer.checkpoint_every={every}", f"store.keep={keep}")
+    client = await run(config_in(tmp_path, *options), FakeStudent())
+    assert [request.through_step for request in client.pruned] == through
+    assert {request.prefix for request in client.pruned} <= {""}
+
+
+async def test_a_run_prunes_its_own_rollouts_only_and_goes_on_when_it_cannot(tmp_path: Path) -> None:
+    options = ("trainer.checkpoint_every=1", "store.keep=rewards", "store.url=sqlite:///shared", "run.name=one")
+    config = config_in(tmp_path, *options)
+    student = FakeStudent()
+    client = FakeClient(student.play)
+    client.fail_prunes = ApiError(503, "no room")
+    await run(config, student, client)
+    (prefix,) = {request.prefix for request in client.pruned}
+    assert re.fullmatch(r"one-[0-9a-f]{6}-", prefix)
+    assert all(rollout_id.startswith(prefix) for rollout_id in client.known)
+    warnings = [line["text"] for line in read_metrics(config.run.path) if line["kind"] == "warning"]
+    assert "the store is not pruned now: 503: no room" in warnings

@@ -50,6 +50,8 @@ class Audit:
 
     rollouts: int = 0
     attempts: int = 0
+    pruned: int = 0
+    """Attempts whose transcripts `store.keep` has removed."""
     rewarded: int = 0
     reward_sum: float = 0.0
     steps: Counter[int] = field(default_factory=Counter)
@@ -95,6 +97,9 @@ def command(
         store.close()
     if form == "table":
         _print(found)
+    if found.pruned:
+        said = f"{_counted(found.pruned, 'attempt')} not looked at: pruned (store.keep), the transcripts are gone"
+        print(f"longrein: {said}", file=sys.stderr)
     return 1 if found.tallies else 0
 
 
@@ -145,7 +150,9 @@ def _lines(store: Store, rollout: Rollout, rules: Rules, only: Sequence[str], fo
     flagged: set[str] = set()
     for attempt in attempts:
         found.attempts += 1
-        for finding in audit_attempt(rules, store.calls(rollout.rollout_id, attempt.attempt_id)):
+        calls = store.calls(rollout.rollout_id, attempt.attempt_id)
+        found.pruned += any(call.pruned for call in calls)
+        for finding in audit_attempt(rules, calls):
             first = finding.rule.id not in flagged
             flagged.add(finding.rule.id)
             _count(found, finding, rollout, attempt, reward, step, first_of_rollout=first)

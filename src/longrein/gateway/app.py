@@ -33,6 +33,7 @@ from longrein.records import (
     NewEvent,
     NewRollout,
     PauseRequest,
+    PruneRequest,
     Rollout,
     RolloutChange,
     RolloutDetail,
@@ -76,6 +77,7 @@ def create_app(gateway: Gateway) -> Starlette:
         Route("/api/models", _list_models, methods=["GET"]),
         Route("/api/models", _put_models, methods=["POST"]),
         Route("/api/models", _clear_models, methods=["DELETE"]),
+        Route("/api/store/prune", _prune, methods=["POST"]),
         Route("/proxy/pause", _pause, methods=["POST"]),
         Route("/proxy/resume", _resume, methods=["POST"]),
         Route("/proxy/state", _gate_state),
@@ -303,6 +305,13 @@ async def _put_models(request: Request) -> Response:
 async def _clear_models(request: Request) -> Response:
     await _administered(request).store.clear_models()
     return _answer({"status": "ok"})
+
+
+async def _prune(request: Request) -> Response:
+    gateway = _administered(request)
+    asked = await _body(request, PruneRequest)
+    kinds = gateway.config.algorithm.train_kinds
+    return _answer(await gateway.store.prune(asked.through_step, asked.prefix, kinds))
 
 
 async def _pause(request: Request) -> Response:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,7 @@ class TokenCalls:
         self.attempts: OrderedDict[tuple[str, str, float], Attempt] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         """Kept from being collected while they run."""
+        self._closing = asyncio.Event()
         if not self.model.exact:
             log.warning(
                 "the tokenizer of %s does not return the text it was given: prompts are faithful after its own normalisation",
@@ -198,6 +200,7 @@ class TokenCalls:
 
     async def close(self) -> None:
         """End what is being sampled; it is recorded as abandoned."""
+        self._closing.set()
         jobs = [job for attempt in self.attempts.values() for job in attempt.jobs if job.work is not None]
         for job in jobs:
             self._cancel(job)
@@ -478,7 +481,7 @@ class TokenCalls:
         job.attempt.keep(job)
         if job.counted:  # the client left while the call was being recorded
             job.counted = False
-            await self._settle(job)
+            self._settle_in_time(job)
 
     async def _fail(self, job: Job, writer: Writer | None, error: DialectError) -> None:
         await self._record_end(job, "error", {"message": error.message}, error.status)
@@ -504,7 +507,7 @@ class TokenCalls:
     async def _record(self, job: Job, status: str, error: Json | None, http_status: int) -> None:
         """Put the calls into the store, and into the history that later calls continue."""
         records = [call_record(self.model.name, job, call, status, error, http_status) for call in job.running]
-        await asyncio.gather(*(self.gateway.store.add_call(record) for record in records))
+        await self.gateway.store.add_calls(records)
         job.recorded = True
         for call in job.running:
             message = job.choices[call.index].message if status == "ok" else None
@@ -523,9 +526,7 @@ class TokenCalls:
         if job.delivery.ended:
             job.attempt.keep(job)
             job.counted = False
-            task = asyncio.create_task(self._settle(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._settle_in_time(job)
             return
         grace = 0.0 if job.attempt.ended else self.gateway.config.gateway.retry_grace
         job.expiry = asyncio.get_running_loop().call_later(grace, self._give_up, job)
@@ -539,6 +540,26 @@ class TokenCalls:
         """End the sampling. A job that has its choices is being recorded, and ends by itself."""
         if job.work is not None and not job.choices:
             job.work.cancel()
+
+    def _settle_in_time(self, job: Job) -> None:
+        """Settle a job that nobody waits for, however long the store takes to have room again."""
+
+        async def insist() -> None:
+            pause = 0.5
+            while True:
+                try:
+                    return await self._settle(job)
+                except StoreError as error:
+                    log.warning("a call of %s is not marked as abandoned yet: %s", job.rollout.rollout_id, error)
+                if self._closing.is_set():
+                    return
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), pause)
+                pause = min(2 * pause, 30.0)
+
+        task = asyncio.create_task(insist())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, job: Job) -> None:
         """Make the record of a finished job say whether its answer counts as given, as things stand now."""

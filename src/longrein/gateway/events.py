@@ -36,7 +36,7 @@ def _model_request(calls: Mapping[int, Call], call: Call) -> Event:
         "number": call.number,
         "dialect": call.dialect,
         "mode": call.mode,
-        "prompt_token_ids": prompt_ids(calls, call),
+        "prompt_token_ids": prompt_ids(calls, call) if call.pruned is None else [],
         "response_token_ids": call.sampled,
         "response_log_probs": call.logprobs,
         "http_status": call.http_status,
@@ -46,6 +46,8 @@ def _model_request(calls: Mapping[int, Call], call: Call) -> Event:
     }
     if call.error is not None:
         data["error"] = call.error
+    if call.pruned is not None:
+        data["pruned"] = True
     return Event("model_request", call.rollout_id, call.attempt_id, call.finished_at, data)
 
 

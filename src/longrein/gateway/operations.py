@@ -22,6 +22,8 @@ from longrein.records import (
     NewEvent,
     NewRollout,
     PauseRequest,
+    PruneRequest,
+    PruneResult,
     Rollout,
     RolloutChange,
     RolloutDetail,
@@ -175,6 +177,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(502,),
     ),
     ("DELETE", "/api/models"): Operation(Who.run_key, "Forget all endpoints", answer=_OK),
+    ("POST", "/api/store/prune"): Operation(
+        Who.run_key,
+        "Remove tokens and messages of finished rollouts that were learned from",
+        body=PruneRequest,
+        answer=PruneResult,
+    ),
     ("POST", "/proxy/pause"): Operation(
         Who.run_key,
         "Close the gate: model calls wait or are refused",

@@ -147,7 +147,7 @@ class TextModel:
             )
         except jinja2.TemplateError as error:
             raise TemplateError(str(error) or type(error).__name__) from None
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
 
     def _mark_for(self, values: Any) -> str | None:

@@ -19,10 +19,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longrein.client import Client
+from longrein.client import ApiError, Client
 from longrein.config import Config, ConfigError
 from longrein.learning.advantage import group_advantages
-from longrein.records import Json, RolloutState, StatusChange
+from longrein.records import Json, PruneRequest, RolloutState, StatusChange
 from longrein.tasks import TaskOrder, load_tasks
 from longrein.trainer import checkpoint
 from longrein.trainer.collect import Collector, Done, Group, Groups
@@ -147,6 +147,7 @@ async def train(
                 prefix=prefix,
                 seconds=state.seconds,
                 resumed=resume is not None,
+                client=client,
             )
             if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
                 with tracker.phase("preflight", "one attempt alone"):
@@ -172,6 +173,7 @@ async def train(
             if config.eval.after:
                 await run.evaluate("after", step)
             await run.save(step)
+            await run.prune(step)
     finally:
         await student.stop()
 
@@ -193,6 +195,7 @@ class _Run:
     """Time spent on steps so far."""
     resumed: bool
     saved: int = -1
+    client: Client
 
     async def steps(self, done: int) -> int:
         """Learn until `trainer.steps` or `trainer.max_seconds`; the number of the last step is returned."""
@@ -220,6 +223,7 @@ class _Run:
                 tracker.warn(warning)
             if config.trainer.checkpoint_every and step % config.trainer.checkpoint_every == 0:
                 await self.save(step)
+            await self.prune(step)
             if config.eval.every and step % config.eval.every == 0 and step < config.trainer.steps:
                 await self.evaluate(f"step-{step}", step)
         return config.trainer.steps
@@ -301,6 +305,17 @@ class _Run:
             folder = await self.student.apart(checkpoint.save, self.config.run.path, self.student, state)
         self.tracker.note(f"checkpoint: {folder}")
         self.saved = step
+
+    async def prune(self, step: int) -> None:
+        """Let the store remove what `store.keep` does not keep; never what going on from the checkpoint could need."""
+        keep = self.config.store.keep
+        through = min(self.saved, step - (keep if isinstance(keep, int) else 0))
+        if keep == "all" or through < 0:
+            return
+        try:
+            await self.client.prune(PruneRequest(through, self.prefix.removesuffix(f"again{self.start}-")))
+        except ApiError as error:
+            self.tracker.warn(f"the store is not pruned now: {error}")
 
 
 def id_prefix(config: Config, start: int) -> str:

@@ -69,7 +69,7 @@ class Ledger:
 
     def leave_out(self, calls: Iterable[Call], reason: Reason) -> None:
         """Count all tokens of `calls` as not trained."""
-        tokens = sum(len(call.sampled) for call in calls)
+        tokens = sum(call.sampled_count for call in calls)
         if tokens:
             self.untrained[reason] = self.untrained.get(reason, 0) + tokens
 

@@ -26,6 +26,8 @@ class Report:
 
     tokens: Ledger = field(default_factory=Ledger)
     rollouts: int = 0
+    pruned: int = 0
+    """Rollouts of which only counts and rewards are left (`store.keep`)."""
     calls: int = 0
     shaped_rollouts: int = 0
     """Training rollouts with at least one answered call."""
@@ -61,9 +63,12 @@ def build_report(
     """
     report = Report(rollouts=len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    pruned: set[str] = set()
     reasons = _rollout_reasons(rollouts, rewards, metrics)
     for (rollout_id, attempt_id), calls in calls_by_attempt.items():
         rollout = by_id[rollout_id]
+        if any(call.pruned for call in calls):
+            pruned.add(rollout_id)
         _count_tokens(report, rollout, attempt_id, calls, reasons[rollout_id], kinds)
         if rollout.is_train and rollout.config.engine == "policy" and attempt_id == rollout.status.last_attempt_id:
             _count_shape(report, calls, kinds)
@@ -71,6 +76,7 @@ def build_report(
         if rollout.status.error_message:
             kind = "failed" if rollout.status.state is RolloutState.failed else "graded as it stood"
             report.failures[kind, _without_numbers(rollout.status.error_message)] += 1
+    report.pruned = len(pruned)
     report.seconds = _seconds_by_phase(metrics)
     return report
 
@@ -152,16 +158,19 @@ def _count_tokens(
             report.length_limited += call.finish_reason == "length"
         why = reason or untrained(call, kinds)
         if why is None:
-            report.tokens.trained += len(call.sampled)
+            report.tokens.trained += call.sampled_count
         else:
             report.tokens.leave_out([call], why)
 
 
 def _count_shape(report: Report, calls: Sequence[Call], kinds: Collection[CallKind]) -> None:
-    ended = [call.number for call in calls if call.sampled and untrained(call, kinds) is None]
+    ended = [call for call in calls if call.sampled_count and untrained(call, kinds) is None]
     if not ended:
         return
-    leaves = len(build_tree(calls).leaves(ended))
+    if any(call.pruned for call in calls):
+        leaves = sum(call.pruned is not None and call.pruned.leaf for call in ended)
+    else:
+        leaves = len(build_tree(calls).leaves([call.number for call in ended]))
     report.shaped_rollouts += 1
     report.shaped_calls += len(calls)
     report.samples += leaves
@@ -210,6 +219,7 @@ def _tables(report: Report) -> list[_Table]:
         token_rows.append((f"not trained: {reason}", f"{count:,}", _share(count, sampled), MEANING[reason]))
     shape_rows = [
         ("rollouts", f"{report.rollouts:,}"),
+        *([("of these pruned to counts and rewards", f"{report.pruned:,}")] if report.pruned else []),
         ("calls", f"{report.calls:,}"),
         ("calls that hit the length limit", _share(report.length_limited, report.answered)),
     ]

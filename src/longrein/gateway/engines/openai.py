@@ -29,6 +29,7 @@ from longrein.gateway.engines.lineage import Lineage, Lineages
 from longrein.gateway.engines.routing import choose_endpoint
 from longrein.gateway.engines.wire import LONGEST_EVENT
 from longrein.records import Call, Json, Mode, Rollout, now
+from longrein.schema import StoreError
 
 if TYPE_CHECKING:
     from longrein.gateway.serve import Gateway
@@ -294,6 +295,7 @@ class Passthrough:
         exchange.committed = True
         body, upstream = exchange.body, exchange.upstream
         found = exchange.answers.choices
+        calls: list[Call] = []
         for at, number in enumerate(exchange.numbers):
             choice = found[at] if at < len(found) else None
             if choice is None and at:
@@ -320,8 +322,13 @@ class Passthrough:
                 first_token_at=exchange.first_token_at,
                 finished_at=now(),
             )
-            lineage.place(call, choice.prompt_ids if choice else None, _messages(body), _tools(body))
-            await self.gateway.store.add_call(call)
+            if calls and choice is not None and choice.prompt_ids == found[0].prompt_ids:
+                _place_beside(call, calls[0])
+            else:
+                lineage.place(call, choice.prompt_ids if choice else None, _messages(body), _tools(body))
+            calls.append(call)
+        await self.gateway.store.add_calls(calls)  # all or none: an answer counts as given as a whole
+        for call in calls:
             lineage.add(call)
 
 
@@ -371,6 +378,9 @@ class Relay(Response):
                 await send({"type": "http.response.body", "body": block, "more_body": True})
         except httpx.HTTPError as problem:
             error = f"the model's endpoint broke off the stream: {problem or type(problem).__name__}"
+        except StoreError as problem:  # the event that ends the answer is held back: the call is not recorded
+            failure = DialectError(503, str(problem), type="api_error", code="store")
+            await send({"type": "http.response.body", "body": event(failure.body()) + DONE, "more_body": True})
         if not exchange.committed:
             failure = DialectError(502, error, type="api_error", code="upstream_error")
             await self._calls._commit(exchange, "error", 502, {"message": error})
@@ -403,6 +413,14 @@ def data_of(block: bytes) -> bytes:
     """An event's data lines, joined; empty for a comment."""
     lines = [line[5:].removeprefix(b" ") for line in block.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines)
+
+
+def _place_beside(call: Call, first: Call) -> None:
+    """Fill in the pointers of a further choice of a request: its prompt is the first one's."""
+    call.parent, call.messages_keep, call.messages = first.parent, first.messages_keep, first.messages
+    call.tools, call.fork = first.tools, first.fork
+    if first.prompt_length:
+        call.prefix, call.prefix_length, call.prompt_length = first.number, first.prompt_length, first.prompt_length
 
 
 def _read_body(content: bytes) -> Json:
