@@ -30,6 +30,7 @@ from longrein.records import (
     RolloutState,
     StartedAttempt,
     TerminalPage,
+    WithdrawnPage,
 )
 
 Json = dict[str, Any]
@@ -125,6 +126,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         query=(
             Parameter("after", {**_WHOLE, "minimum": 0, "default": 0}, "The position behind which they finished."),
             Parameter("limit", {**_WHOLE, "minimum": 1, "default": 1000}, "How many at most."),
+            _WAIT,
+        ),
+    ),
+    ("GET", "/api/rollouts/withdrawn"): Operation(
+        Who.run_key,
+        "Rollouts that somebody finished or deleted while an attempt of them ran: their agents are to be stopped",
+        answer=WithdrawnPage,
+        query=(
+            Parameter("instance", {"type": "string", "default": ""}, "The gateway's process that `after` counts for."),
+            Parameter("after", {**_WHOLE, "minimum": 0, "default": 0}, "The position behind which they were."),
             _WAIT,
         ),
     ),
