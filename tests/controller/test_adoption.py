@@ -197,7 +197,10 @@ async def test_an_orderly_stop_ends_agents_that_were_taken_over_too(tmp_path: Pa
 
 
 @pytest.mark.parametrize("posted", [False, True])
-async def test_what_was_not_graded_is_graded_and_what_was_is_not(tmp_path: Path, posted: bool) -> None:
+async def test_what_was_not_graded_is_graded_and_what_was_is_not(
+    tmp_path: Path, posted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longrein.controller.line.FIRST_PAUSE", 0.01)
     write(tmp_path, "grader.py", GRADER)
     client = FakeClient()
     await client.add_rollouts([NewRollout({}, rollout_id="x")])
@@ -206,6 +209,8 @@ async def test_what_was_not_graded_is_graded_and_what_was_is_not(tmp_path: Path,
     attempt.ended_at, attempt.outcome, attempt.exit_code = 1.0, Outcome.agent_failed, 7
     if posted:
         await client.add_event("x", "0", NewEvent("reward", {"value": 0.5, "source": "grader"}))
+    failures = iter([ApiError(0, "refused"), ApiError(503, "starting")])  # a gateway that is not quite there
+    client.broken = lambda method: next(failures, None) if method == "events" else None
     async with controlling(make_config(tmp_path), client):
         await client.until_finished()
     assert client.store["x"].status.state is RolloutState.succeeded

@@ -497,7 +497,7 @@ async def _post(controller: _Controller, run: _Run, data: Json) -> None:
 
     async def post() -> Event | bool:
         nonlocal tried
-        if tried and await _posted(controller, run):
+        if tried and await _rewarded(controller, run):
             return True
         tried = True
         return await controller.client.add_event(*run.ids, NewEvent("reward", data))
@@ -506,7 +506,11 @@ async def _post(controller: _Controller, run: _Run, data: Json) -> None:
 
 
 async def _posted(controller: _Controller, run: _Run) -> bool:
-    """Whether a controller has posted the attempt's reward."""
+    """Whether a controller has posted the attempt's reward. Waits for a gateway that is away."""
+    return await controller.line.insist(lambda: _rewarded(controller, run))
+
+
+async def _rewarded(controller: _Controller, run: _Run) -> bool:
     events = await controller.client.events(*run.ids, "reward")
     return any(event.data.get("source") in ("grader", "controller", "audit") for event in events)
 

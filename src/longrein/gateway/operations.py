@@ -131,10 +131,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/api/rollouts/withdrawn"): Operation(
         Who.run_key,
-        "Rollouts that were finished or deleted by somebody while an attempt of them ran",
+        "Rollouts that somebody finished or deleted while an attempt of them ran: their agents are to be stopped",
         answer=WithdrawnPage,
         query=(
-            Parameter("instance", {"type": "string"}, "The gateway's process that `after` is a position of."),
+            Parameter("instance", {"type": "string", "default": ""}, "The gateway's process that `after` counts for."),
             Parameter("after", {**_WHOLE, "minimum": 0, "default": 0}, "The position behind which they were."),
             _WAIT,
         ),
