@@ -135,6 +135,7 @@ script = "functions:reply"
 port = {port}
 [agent]
 command = ["python", "agent.py"]
+user = "{"root" if os.geteuid() == 0 else "auto"}"
 max_concurrent = 4
 max_attempts = 100
 grace_seconds = 1

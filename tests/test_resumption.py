@@ -133,6 +133,8 @@ def test_agents_live_on_while_the_trainer_with_its_engine_is_away(run_file: Path
     go = run_file.parent / "go"
     (run_file.parent / "patient.py").write_text(PATIENT_AGENT.replace("GO", str(go)))
     named = set_of("run.name=away", 'agent.command=["python", "patient.py"]', "warmup.steps=0", "agent.max_attempts=1")
+    if os.geteuid() == 0:  # they look for a file outside of their directory
+        named += set_of("agent.user=root")
 
     def record() -> Store:
         return Store.open(f"sqlite:///{run / 'store.sqlite'}", read_only=True)
