@@ -1,6 +1,7 @@
 # make demo   set everything up and train a language model through a real harness
 # make test   set everything up and run the tests
 # make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
+# make test-verl   install verl beside (2 GB), and compare the mathematics with its own
 # make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/nu
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-harnesses lint format bench clean
+.PHONY: setup demo demo-seeds demo-tiny test test-vllm test-verl test-harnesses lint format bench clean
 
 setup: $(READY)
 
@@ -53,6 +54,16 @@ test-vllm: setup .venv-vllm/.ready
 	$(BIN)/python examples/calculator/model.py
 	$(BIN)/python -m pytest tests/cluster/test_vllm.py
 
+# verl wants other versions of most things, so it gets a venv of its own.
+.venv-verl/.ready: constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints-verl.txt torch
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt verl cachetools uvicorn fastapi TransferQueue msgspec pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+test-verl: .venv-verl/.ready
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest tests/cluster/test_verl.py
+
 test-harnesses: setup
 	$(BIN)/python -m tests.harnesses.install
 	LONGREIN_TEST_HARNESSES=all LONGREIN_HARNESS_PAGE=docs/harnesses.md $(BIN)/python -m pytest tests/harnesses
@@ -78,4 +89,4 @@ bench: setup $(if $(PYTHON312),.bench/agent-lightning/.ready)
 	$(BIN)/python bench/train.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-verl runs .pytest_cache .ruff_cache .hypothesis

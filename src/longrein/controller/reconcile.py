@@ -359,6 +359,10 @@ async def _settle(controller: _Controller, started: StartedAttempt, ended: Ended
             data: Json = {"value": grade.reward, "source": "grader"}
             if grade.metrics:
                 data["metrics"] = grade.metrics
+            if unknown := sorted(grade.calls.keys() - {call.number for call in calls}):
+                raise GradeError(f"the grader rewards call {unknown[0]}, and the attempt has no call of that number")
+            if grade.calls:
+                data["calls"] = {str(number): reward for number, reward in grade.calls.items()}
             await _insist(
                 controller, lambda: controller.client.add_event(rollout_id, attempt_id, NewEvent("reward", data))
             )

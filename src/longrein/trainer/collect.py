@@ -167,6 +167,7 @@ class Collector:
             calls=calls,
             outcome=last.outcome if last else None,
             metrics=metrics,
+            call_rewards=call_rewards_of(rewards),
         )
         done = Done(detail.rollout, last, finished, failure)
         self._seen(done)
@@ -197,6 +198,14 @@ def grade_of(
     return float(value), metrics, None
 
 
+def call_rewards_of(rewards: Sequence[Event]) -> dict[int, float]:
+    """The grader's rewards of single calls, by the call's number, in an attempt's last reward event."""
+    given = rewards[-1].data.get("calls") if rewards else None
+    if not isinstance(given, dict):
+        return {}
+    return {int(n): float(r) for n, r in given.items() if str(n).isdigit() and isinstance(r, (int, float))}
+
+
 @dataclass
 class Group:
     """The rollouts of one task that are compared with each other."""
@@ -213,12 +222,21 @@ class Group:
     def rewards(self) -> list[float]:
         return [d.finished.reward for d in self.done if d.finished.reward is not None]
 
+    @property
+    def equal(self) -> bool:
+        """Whether nothing can be learned from comparing its rollouts: no two have different rewards."""
+        steps = {reward for done in self.done for reward in done.finished.call_rewards.values()}
+        return len(set(self.rewards)) == 1 and len(steps) <= 1
+
 
 class Groups:
     """Collects whole groups of rollouts along the task order.
 
     A group with a rollout that has no reward is dropped as a whole and counted; its task goes back to the order once, and
     the next task takes its place. `max_failed` dropped groups in a row end the run. `start` counts the run's starts.
+
+    Up to `resample` groups of a step whose rewards are all equal are set aside in `equal`, and the next task takes the
+    place of each: dynamic sampling, DAPO (arXiv 2503.14476), Eq. 11. Their tasks come again in the next epoch.
     """
 
     def __init__(
@@ -232,7 +250,11 @@ class Groups:
         run_folder: Path,
         prefix: str = "",
         start: int = 0,
+        resample: int = 0,
     ) -> None:
+        self._resample = resample
+        self.equal: list[Group] = []
+        """Those of the last step that others took the place of."""
         self._collector = collector
         self._tasks = tasks
         self._order = order
@@ -250,6 +272,7 @@ class Groups:
         whole: dict[int, Group] = {}
         running: set[asyncio.Task[tuple[int, Group]]] = set()
         begun = 0
+        self.equal = []
         try:
             while len(whole) < count:
                 while len(whole) + len(running) < count:
@@ -258,7 +281,10 @@ class Groups:
                     begun += 1
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for number, group in sorted((task.result() for task in finished), key=lambda pair: pair[0]):
-                    if group.whole:
+                    if group.whole and group.equal and len(self.equal) < self._resample:
+                        self.equal.append(group)
+                        self._failed_in_a_row.clear()
+                    elif group.whole:
                         whole[number] = group
                         self._second_try.discard(group.task)
                         self._failed_in_a_row.clear()

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrein.client import Client
-from longrein.config import Config, ConfigError
-from longrein.learning.advantage import group_advantages
+from longrein.config import LOSSES, Config, ConfigError
+from longrein.functions import load_function
 from longrein.records import Json, RolloutState, StatusChange
 from longrein.tasks import TaskOrder, load_tasks
 from longrein.trainer import checkpoint
 from longrein.trainer.collect import Collector, Done, Group, Groups
+from longrein.trainer.credit import Credit, staleness
 from longrein.trainer.evaluate import evaluate, load_all
 from longrein.trainer.preflight import preflight
 from longrein.trainer.student import Student
@@ -36,6 +37,9 @@ from longrein.trajectory.batch import FinishedRollout, Ledger, make_batch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from longrein.learning.loss import TokenLoss
+    from longrein.trainer.torch.policy import Policy
 
 REFRESH_SECONDS = 1.0  # between two looks at how many rollouts run, for the display
 
@@ -101,7 +105,18 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         policy = load_policy(options, config.run.seed)
     except PolicyError as error:
         raise ConfigError(str(error)) from error
-    learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
+    try:
+        learner = Learner(
+            policy,
+            config.algorithm,
+            config.trainer,
+            config.model.autocast,
+            config.gateway.train_temperature,
+            loss=own_loss(config),
+            reference=_load_reference(config),
+        )
+    except PolicyError as error:
+        raise ConfigError(str(error)) from error
     if config.engine.kind == "vllm":
         engine = VllmServers(policy, config.engine.urls, config.run.path / "weights", computer)
     else:
@@ -111,6 +126,24 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         checkpoint.restore(resume, student)
         student.version = checkpoint.read_state(resume).version
     return student
+
+
+def own_loss(config: Config) -> TokenLoss | None:
+    """The function that `algorithm.loss` names, or None. Raises `ConfigError` when it cannot be imported."""
+    loss = config.algorithm.loss
+    return load_function(loss, config.run.folder, "algorithm.loss") if loss not in LOSSES else None
+
+
+def _load_reference(config: Config) -> Policy | None:
+    """The policy that the divergence is measured from; None if there is none, or LoRA's base model is it."""
+    from longrein.trainer.torch.policy import load_policy
+
+    options = config.algorithm
+    if not options.kl_coefficient or (config.model.lora.rank and not options.kl_reference):
+        return None
+    path = options.kl_reference or config.model.path
+    changes = {"path": path, "lora": config.model.lora.model_copy(update={"rank": 0})}
+    return load_policy(config.model.model_copy(update=changes), config.run.seed)
 
 
 async def train(
@@ -139,6 +172,7 @@ async def train(
                 prefix=prefix,
                 seconds=state.seconds,
                 resumed=resume is not None,
+                credit=Credit.of(config.algorithm, config.run.folder),
             )
             if config.trainer.preflight and (resume is None or state.step < config.trainer.steps):
                 with tracker.phase("preflight", "one attempt alone"):
@@ -184,6 +218,7 @@ class _Run:
     seconds: float
     """Time spent on steps so far."""
     resumed: bool
+    credit: Credit
     saved: int = -1
 
     async def steps(self, done: int) -> int:
@@ -198,6 +233,7 @@ class _Run:
             run_folder=config.run.path,
             prefix=self.prefix,
             start=self.start,
+            resample=config.algorithm.dynamic_sampling,
         )
         watch = Watch()
         for step in range(done + 1, config.trainer.steps + 1):
@@ -221,9 +257,14 @@ class _Run:
         times = [time.monotonic()]
         with tracker.phase("collect", ""):
             whole = await groups.collect(options.groups_per_step, step)
+        if groups.equal:
+            tracker.replaced(step, [group.group_id for group in groups.equal])
         times.append(time.monotonic())
         with tracker.phase("learn", ""):
-            updates, ledger = await self._learn(whole, step)
+            updates, ledger, credited = await self._learn(whole, step)
+        for group in groups.equal:
+            for done in group.done:
+                ledger.leave_out(done.finished.calls, "equal rewards")
         times.append(time.monotonic())
         with tracker.phase("publish", ""):
             if updates:
@@ -231,35 +272,42 @@ class _Run:
         times.append(time.monotonic())
         collected, learned, published = (later - sooner for sooner, later in pairwise(times))
         return {
-            **group_metrics(whole),
+            **group_metrics([*whole, *groups.equal], self.config.task.kind),
+            **credited,
             **_mean_of(updates),
             **ledger.metrics(),
             "updates": len(updates),
             "version": student.version,
             "groups/dropped": groups.dropped,
+            "groups/replaced": len(groups.equal),
             "tokens/per_second": ledger.sampled / max(collected, 1e-9),
             "time/collect": collected,
             "time/learn": learned,
             "time/publish": published,
         }
 
-    async def _learn(self, groups: Sequence[Group], step: int) -> tuple[list[dict[str, float]], Ledger]:
+    async def _learn(
+        self, groups: Sequence[Group], step: int
+    ) -> tuple[list[dict[str, float]], Ledger, dict[str, float]]:
         """The updates of one step. Advantages come from whole groups, before anything is divided or dropped."""
         options = self.config.algorithm
         rollouts = [done.finished for group in groups for done in group.done]
-        advantages = group_advantages(
-            {r.rollout_id: r.reward for r in rollouts if r.reward is not None},
-            {r.rollout_id: r.group_id for r in rollouts},
-            options.advantage,
-        ).values
+        graded = {r.rollout_id: 0.0 for r in rollouts if r.reward is not None}
+        batches = [
+            make_batch(part, graded, options.train_kinds, options.normaliser, options.normaliser_tokens)
+            for part in divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}")
+        ]
+        rows = [row for batch in batches for row in batch.rows]
+        if options.prepares:
+            await self.student.prepare(rows)
+        credited = {**self.credit.assign(rollouts, rows), **staleness(rows, self.student.version)}
         updates, ledger = [], Ledger()
-        for part in divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}"):
-            batch = make_batch(part, advantages, options.train_kinds)
+        for batch in batches:
             ledger += batch.ledger
-            # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
-            if any(row.advantages.any() for row in batch.rows):
+            # Without an advantage there is mostly no gradient; an optimizer step would only move by old momentum and decay.
+            if any(row.advantages.any() for row in batch.rows) or (options.learns_without_advantage and batch.rows):
                 updates.append(await self.student.update(batch.rows))
-        return updates, ledger
+        return updates, ledger, credited
 
     async def evaluate(self, name: str, step: int) -> None:
         """Evaluate on the held-out tasks, unless this evaluation was already made (by the run that is resumed)."""

@@ -16,8 +16,11 @@ ENTROPY_SHARE = 0.05  # of the first step's entropy
 REPEAT_STEPS = 10  # a warning is said again after so many steps
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts came to: rewards, their spread within groups, calls, the graders' further numbers."""
+def group_metrics(groups: Sequence[Group], kind: str = "") -> dict[str, float]:
+    """What a step's rollouts came to: rewards, their spread within groups, calls, the graders' further numbers.
+
+    `kind` is the field of a task that says its kind (`task.kind`): `reward/kind/…` are the mean rewards of each.
+    """
     rollouts = [done.finished for group in groups for done in group.done]
     rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
     spreads = [float(np.std(group.rewards)) for group in groups]
@@ -38,6 +41,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             further.setdefault(name, []).append(value)
+    kinds: dict[str, list[float]] = {}
+    for group in groups:
+        for done in group.done:
+            if kind and done.finished.reward is not None:
+                kinds.setdefault(str(done.rollout.input.get(kind, "none")), []).append(done.finished.reward)
+    values |= {f"reward/kind/{name}": float(np.mean(found)) for name, found in kinds.items()}
     return values | {f"grader/{name}": float(np.mean(numbers)) for name, numbers in further.items()}
 
 

@@ -78,6 +78,7 @@ def _rollout_reasons(
 ) -> dict[str, Reason | None]:
     """Why a whole rollout is not trained, by its id; None where it is."""
     steps = _steps_that_count(metrics)
+    replaced = {group for line in metrics if line.get("kind") == "replaced" for group in line["groups"]}
     reasons: dict[str, Reason | None] = {}
     for rollout in rollouts:
         reasons[rollout.rollout_id] = _own_reason(rollout, rewards)
@@ -91,6 +92,8 @@ def _rollout_reasons(
             continue
         if rollout.group_id in incomplete:
             reasons[rollout.rollout_id] = "group dropped"
+        elif rollout.group_id in replaced:
+            reasons[rollout.rollout_id] = "equal rewards"
         elif steps is not None and "step" in rollout.metadata and _step_of(rollout) not in steps:
             reasons[rollout.rollout_id] = "step not finished"
     return reasons
