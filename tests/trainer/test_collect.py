@@ -13,9 +13,10 @@ import pytest
 from fake_gateway import FakeClient, Play
 
 from longrein.client import Client
-from longrein.records import NewRollout, Outcome, Rollout
+from longrein.records import Event, NewRollout, Outcome, Rollout
 from longrein.tasks import TaskOrder
-from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest
+from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, call_rewards_of, commonest
+from longrein.trajectory.batch import FinishedRollout
 
 
 def new(rollout_id: str, **values: Any) -> NewRollout:
@@ -114,7 +115,9 @@ async def test_withdrawn_rollouts_leave_the_queue() -> None:
     assert client.known["waits"].status.error_message == "not needed any more"
 
 
-def groups_of(collector: Collector, folder: Path, *, tasks: int = 10, size: int = 2, max_failed: int = 3) -> Groups:
+def groups_of(
+    collector: Collector, folder: Path, *, tasks: int = 10, size: int = 2, max_failed: int = 3, resample: int = 0
+) -> Groups:
     return Groups(
         collector,
         [{"n": n} for n in range(tasks)],
@@ -122,6 +125,7 @@ def groups_of(collector: Collector, folder: Path, *, tasks: int = 10, size: int 
         size=size,
         max_failed=max_failed,
         run_folder=folder,
+        resample=resample,
     )
 
 
@@ -189,3 +193,45 @@ async def test_the_commonest_cause_is_named_with_its_share(tmp_path: Path) -> No
     async with collecting(client) as collector:
         done = await asyncio.gather(*await collector.queue([new(name) for name in plays]))
     assert commonest(list(done), tmp_path).startswith("Commonest cause (2 of 3): no node")
+
+
+def equal_where(which: Callable[[int], bool]) -> Callable[[Rollout], Play]:
+    """Every second rollout of a group succeeds, or all of those whose task is `which`."""
+    return lambda r: Play(reward=1.0 if which(r.input["n"]) else float(r.rollout_id.endswith("0")))
+
+
+async def test_groups_of_equal_rewards_are_replaced_up_to_the_limit(tmp_path: Path) -> None:
+    async with collecting(FakeClient(equal_where(lambda n: n < 5))) as collector:
+        groups = groups_of(collector, tmp_path, resample=3)
+        first = await groups.collect(2, step=1)
+        replaced = tasks_of(groups.equal)
+        second = await groups.collect(2, step=2)
+    assert len(first) == 2
+    assert len(replaced) == 3
+    assert all(len(group.done) == 2 for group in groups.equal + first)
+    assert sorted(replaced + tasks_of(first)) == [0, 1, 2, 3, 4]
+    assert (tasks_of(second), groups.equal) == ([5, 6], [])
+
+
+async def test_without_a_limit_above_0_equal_groups_are_learned_from_as_they_are(tmp_path: Path) -> None:
+    async with collecting(FakeClient(equal_where(lambda n: True))) as collector:
+        groups = groups_of(collector, tmp_path)
+        assert tasks_of(await groups.collect(2, step=1)) == [0, 1]
+        assert groups.equal == []
+
+
+def test_a_group_whose_calls_were_rewarded_differently_is_not_equal() -> None:
+    def done(name: str, **calls: float) -> Done:
+        rewards = {int(number[1:]): reward for number, reward in calls.items()}
+        return Done(Rollout(name, {}), None, FinishedRollout(name, "g", True, 1.0, [], call_rewards=rewards), None)
+
+    assert Group("g", 0, [done("a", c0=1.0), done("b", c0=1.0)]).equal
+    assert not Group("g", 0, [done("a", c0=1.0), done("b", c0=0.5)]).equal
+
+
+def test_rewards_of_calls_are_those_of_the_last_reward_event() -> None:
+    def event(**data: Any) -> Event:
+        return Event("reward", "r", "0", 0.0, data)
+
+    assert call_rewards_of([event(value=1, calls={"7": 1}), event(value=1, calls={"0": 0.5, "2": -1})]) == {0: 0.5, 2: -1.0}
+    assert call_rewards_of([event(value=1)]) == call_rewards_of([]) == {}

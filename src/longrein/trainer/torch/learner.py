@@ -115,6 +115,7 @@ class Learner:
             yield self._reference
         else:
             model: Any = self.policy.model
+            _ = self._forward.shares_prefixes  # tried out with gradients, which nothing has while adapters are off
             with model.disable_adapter():
                 yield self._forward
 
