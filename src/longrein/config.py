@@ -251,7 +251,9 @@ class Algorithm(Section):
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: decay of the advantage's further terms.")
     value_learning_rate: float = Field(default=1e-4, gt=0, description="gae: learning rate of the value head.")
     value_coefficient: float = Field(
-        default=0.1, ge=0, description="gae: share of the value loss that the model itself learns from, not only its head."
+        default=0.1,
+        ge=0,
+        description="gae: share of the value loss that the model itself learns from, not only its head.",
     )
     value_clip: float = Field(
         default=0.0, ge=0, description="gae: farthest that an update may move a value at a gain; 0 does not clip."
@@ -284,7 +286,9 @@ class Algorithm(Section):
         description="Upper bound: of the importance ratio at 1 + clip_high, of dppo_tv's probability at clip_high more.",
     )
     dual_clip: float = Field(
-        default=0.0, ge=0, description="ppo_clip: largest loss of a token in units of its advantage, if that is negative; 0 is none."
+        default=0.0,
+        ge=0,
+        description="ppo_clip: largest loss of a token in units of its advantage, if that is negative; 0 is none.",
     )
     ratio_cap: float = Field(default=20.0, gt=0, description="dppo_tv: largest importance ratio.")
     normaliser: Literal["rollout", "token", "sequence", "constant"] = Field(
@@ -356,8 +360,10 @@ class Algorithm(Section):
             if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
                 raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}, and no module:function")
         own_loss = self.loss not in LOSSES
-        kl, gae, corrects, rejects = self.kl_coefficient > 0, self.advantage == "gae", *(
-            value != "none" for value in (self.correction, self.rejection)
+        kl, gae, corrects, rejects = (
+            self.kl_coefficient > 0,
+            self.advantage == "gae",
+            *(value != "none" for value in (self.correction, self.rejection)),
         )
         compared = self.advantage not in ("reinforce", "reinforce++", "gae") and self.group_size > 1
         needs = {
@@ -389,13 +395,19 @@ class Algorithm(Section):
         if self.normaliser == "constant" and not self.normaliser_tokens:
             raise ValueError("normaliser_tokens: normaliser = 'constant' needs a length of at least 1")
         if self.overlong_buffer > self.overlong_tokens:
-            raise ValueError(f"overlong_buffer: {self.overlong_buffer} is more than overlong_tokens ({self.overlong_tokens})")
+            raise ValueError(
+                f"overlong_buffer: {self.overlong_buffer} is more than overlong_tokens ({self.overlong_tokens})"
+            )
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: {self.dual_clip:g} would cut off every loss; give more than 1, or 0 for none")
         if self.correction == "icepop" and self.correction_floor >= self.correction_cap:
-            raise ValueError(f"correction_floor: {self.correction_floor:g} is not below correction_cap ({self.correction_cap:g})")
+            raise ValueError(
+                f"correction_floor: {self.correction_floor:g} is not below correction_cap ({self.correction_cap:g})"
+            )
         if self.rejection_low >= self.rejection_high:
-            raise ValueError(f"rejection_low: {self.rejection_low:g} is not below rejection_high ({self.rejection_high:g})")
+            raise ValueError(
+                f"rejection_low: {self.rejection_low:g} is not below rejection_high ({self.rejection_high:g})"
+            )
         if corrects and self.loss not in ("ppo_clip", "reinforce") and self.proximal == "sampled":
             raise ValueError(
                 f"correction: loss = {self.loss!r} has the ratio to the policy sampled from in it already, and would count it "

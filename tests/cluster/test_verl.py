@@ -20,7 +20,7 @@ from verl.trainer.ppo import core_algos as verl_algos  # pyright: ignore[reportM
 from verl.trainer.ppo import rollout_corr_helper as verl_correction  # pyright: ignore[reportMissingImports]
 from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
 
-from longrein.learning.advantage import dr_grpo, gae, grpo, group_advantages, returns, rloo, whiten
+from longrein.learning.advantage import dr_grpo, gae, group_advantages, grpo, returns, rloo, whiten
 from longrein.learning.correction import at_level, coefficients
 from longrein.learning.kl import kl_estimate
 from longrein.learning.loss import Columns, Objective, value_loss
@@ -171,7 +171,7 @@ def test_reinforce(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(
-    ("correction", "threshold"), [("tis", 1.3), ("icepop", "0.7_1.4"), ("mis", "1e-300_1.4")], ids=lambda x: str(x)
+    ("correction", "threshold"), [("tis", 1.3), ("icepop", "0.7_1.4"), ("mis", "1e-300_1.4")], ids=str
 )
 def test_importance_weights(seed: int, level: Any, correction: Any, threshold: Any) -> None:
     batch = Batch(seed, spread=0.4 if level == "token" else 0.1)
@@ -341,7 +341,11 @@ def test_generalised_advantages(seed: int, discount: float, decay: float) -> Non
     batch = Batch(seed)
     rewards = batch.token_level()
     advantages, theirs = verl_algos.compute_gae_advantage_return(
-        rewards, batch.values, batch.mask, torch.tensor(discount, dtype=torch.float64), torch.tensor(decay, dtype=torch.float64)
+        rewards,
+        batch.values,
+        batch.mask,
+        torch.tensor(discount, dtype=torch.float64),
+        torch.tensor(decay, dtype=torch.float64),
     )
     found = [
         gae(reward[own].numpy(), value[own].numpy(), discount, decay)

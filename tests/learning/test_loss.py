@@ -148,7 +148,9 @@ def test_the_value_loss_is_the_worse_of_the_plain_and_the_clipped(value, gain, b
     near = np.clip(value, before - 0.5, before + 0.5)
     expected = 0.5 * max((value - gain) ** 2, (near - gain) ** 2)
     assert float(value_loss(tensor(value), tensor(gain), tensor(before), 0.5)) == pytest.approx(expected)
-    assert float(value_loss(tensor(value), tensor(gain), tensor(before), 0.0)) == pytest.approx(0.5 * (value - gain) ** 2)
+    assert float(value_loss(tensor(value), tensor(gain), tensor(before), 0.0)) == pytest.approx(
+        0.5 * (value - gain) ** 2
+    )
 
 
 def test_a_loss_of_ones_own_is_given_the_anchor_and_the_objective():

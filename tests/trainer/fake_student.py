@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fake_gateway import Play
 
 from longrein.records import Rollout
@@ -38,6 +39,8 @@ class FakeStudent:
         self.published: list[int] = []
         self.updates: list[list[Row]] = []
         self.imitated: list[list[Row]] = []
+        self.prepared: list[tuple[int, list[Row]]] = []
+        """How many updates there were before, and the rows."""
         self.running = False
         self.policy = _FakePolicy(self)
         self.learner = _FakeLearner()
@@ -56,6 +59,11 @@ class FakeStudent:
         self.updates.append(list(rows))
         self._learned()
         return {"loss": 0.5, "grad_norm": 1.0}
+
+    async def prepare(self, rows: Sequence[Row]) -> None:
+        self.prepared.append((len(self.updates), list(rows)))
+        for row in rows:
+            row.columns["reference"] = np.where(row.trained, np.float32(-1.0), np.float32(0.0))
 
     async def imitate(self, rows: Sequence[Row], learning_rate: float) -> dict[str, float]:
         self.imitated.append(list(rows))

@@ -213,6 +213,31 @@ async def test_groups_of_equal_rewards_are_replaced_up_to_the_limit(tmp_path: Pa
     assert (tasks_of(second), groups.equal) == ([5, 6], [])
 
 
+async def test_which_groups_are_replaced_does_not_hang_on_which_came_in_first(tmp_path: Path) -> None:
+    """The first group comes in last, and is replaced all the same."""
+    late = asyncio.Event()
+
+    class Late(FakeClient):
+        async def _finish(self, rollout: Rollout) -> None:
+            if rollout.input["n"] == 0:
+                waits = asyncio.create_task(self._later(rollout))
+                waiting.append(waits)
+            else:
+                await super()._finish(rollout)
+                if rollout.input["n"] == 2:
+                    late.set()
+
+        async def _later(self, rollout: Rollout) -> None:
+            await late.wait()
+            await super()._finish(rollout)
+
+    waiting: list[asyncio.Task[None]] = []
+    async with collecting(Late(equal_where(lambda n: True))) as collector:
+        groups = groups_of(collector, tmp_path, resample=1)
+        kept = await groups.collect(2, step=1)
+    assert (tasks_of(groups.equal), tasks_of(kept)) == ([0], [1, 2])
+
+
 async def test_without_a_limit_above_0_equal_groups_are_learned_from_as_they_are(tmp_path: Path) -> None:
     async with collecting(FakeClient(equal_where(lambda n: True))) as collector:
         groups = groups_of(collector, tmp_path)
@@ -233,5 +258,8 @@ def test_rewards_of_calls_are_those_of_the_last_reward_event() -> None:
     def event(**data: Any) -> Event:
         return Event("reward", "r", "0", 0.0, data)
 
-    assert call_rewards_of([event(value=1, calls={"7": 1}), event(value=1, calls={"0": 0.5, "2": -1})]) == {0: 0.5, 2: -1.0}
+    assert call_rewards_of([event(value=1, calls={"7": 1}), event(value=1, calls={"0": 0.5, "2": -1})]) == {
+        0: 0.5,
+        2: -1.0,
+    }
     assert call_rewards_of([event(value=1)]) == call_rewards_of([]) == {}

@@ -34,7 +34,9 @@ def assigned(
 ) -> tuple[list[Row], dict[str, float]]:
     rows = make_batch(rollouts, {r.rollout_id: 0.0 for r in rollouts if r.reward is not None}).rows
     for row in rows:
-        row.columns.update({name: np.full(len(row.tokens), value, np.float32) for name, value in (columns or {}).items()})
+        row.columns.update(
+            {name: np.full(len(row.tokens), value, np.float32) for name, value in (columns or {}).items()}
+        )
     metrics = Credit.of(Algorithm.model_validate(options), folder).assign(rollouts, rows)
     return rows, metrics
 

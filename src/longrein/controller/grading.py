@@ -57,9 +57,7 @@ def to_grade(value: Any) -> Grade:
         if "reward" not in value:
             raise GradeError(f"returned a dict without 'reward'; its keys are {sorted(map(str, value))}")
         calls = _call_rewards(value["calls"]) if "calls" in value else {}
-        numbers = {
-            str(name): _number(number, f"[{name!r}]") for name, number in value.items() if name != "calls"
-        }
+        numbers = {str(name): _number(number, f"[{name!r}]") for name, number in value.items() if name != "calls"}
         return Grade(numbers.pop("reward"), numbers, calls)
     return Grade(_number(value, ""), {})
 

@@ -27,9 +27,7 @@ class Advantages:
     """Groups whose rewards are all equal, in order of first appearance."""
 
 
-def group_advantages(
-    rewards: Mapping[str, float], groups: Mapping[str, str], method: str | GroupMethod
-) -> Advantages:
+def group_advantages(rewards: Mapping[str, float], groups: Mapping[str, str], method: str | GroupMethod) -> Advantages:
     """The advantage of every rollout in `rewards` among the rollouts of its group.
 
     `groups` maps a rollout's id to its group's. Raises ValueError for a reward that is not finite.

@@ -272,7 +272,7 @@ class Groups:
         whole: dict[int, Group] = {}
         running: set[asyncio.Task[tuple[int, Group]]] = set()
         begun = 0
-        self.equal = []
+        equal: dict[int, Group] = {}
         try:
             while len(whole) < count:
                 while len(whole) + len(running) < count:
@@ -281,8 +281,8 @@ class Groups:
                     begun += 1
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for number, group in sorted((task.result() for task in finished), key=lambda pair: pair[0]):
-                    if group.whole and group.equal and len(self.equal) < self._resample:
-                        self.equal.append(group)
+                    if group.whole and group.equal and len(equal) < self._resample:
+                        equal[number] = group
                         self._failed_in_a_row.clear()
                     elif group.whole:
                         whole[number] = group
@@ -293,7 +293,11 @@ class Groups:
         finally:
             for task in running:
                 task.cancel()
-        return [whole[number] for number in sorted(whole)]
+        # Beyond the limit it is the first begun that are replaced, whichever came in first: a seed gives the same again.
+        ended = sorted((whole | equal).items())
+        replaced = [number for number, group in ended if group.equal][: len(equal)]
+        self.equal = [group for number, group in ended if number in replaced]
+        return [group for number, group in ended if number not in replaced]
 
     async def _run(self, number: int, group: Group, step: int) -> tuple[int, Group]:
         rollouts = [

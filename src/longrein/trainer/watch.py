@@ -13,6 +13,7 @@ from longrein.trainer.collect import Group
 LENGTH_SHARE = 0.05  # share of calls cut by a token limit above which the limit is held to be too short
 STUCK_STEPS = 3
 ENTROPY_SHARE = 0.05  # of the first step's entropy
+LEFT_OUT_SHARE = 0.5  # of the tokens, by a correction or rejection
 REPEAT_STEPS = 10  # a warning is said again after so many steps
 
 
@@ -100,6 +101,12 @@ class Watch:
                 found["entropy"] = (
                     f"entropy fell from {self._first_entropy:.3f} to {entropy:.4f} per token: the policy is nearly "
                     "deterministic and explores no more; lower trainer.learning_rate"
+                )
+        for name, what in (("rejected", "rejection"), ("correction/zero", "correction")):
+            if values.get(name, 0.0) > LEFT_OUT_SHARE:
+                found[name] = (
+                    f"the {what} leaves out {100 * values[name]:.0f} % of the tokens: sampler and learner are far apart "
+                    "(logprob_gap, ratio/…), or the bounds are too narrow for ratios of whole sequences"
                 )
         norm = values.get("grad_norm")
         if norm is not None and not math.isfinite(norm):

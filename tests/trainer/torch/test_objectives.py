@@ -146,7 +146,9 @@ def test_what_is_prepared_are_the_models_numbers():
     policy, reference = make_policy(dtype=torch.float64), other_policy()
     rows = make_rows(seed=23)
     algorithm = config.Algorithm(advantage="gae", proximal="computed", kl_coefficient=0.1)
-    learner = Learner(policy, algorithm, config.Trainer(tokens_per_micro_batch=150), "none", TEMPERATURE, reference=reference)
+    learner = Learner(
+        policy, algorithm, config.Trainer(tokens_per_micro_batch=150), "none", TEMPERATURE, reference=reference
+    )
     assert learner._value is not None
     with torch.no_grad():
         learner._value.linear.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -266,8 +268,8 @@ def test_rows_without_advantage_are_held_to_the_reference_all_the_same():
 
 
 def test_a_value_head_needs_hidden_states():
-    from transformers import Gemma2Config
     from test_learner import SHAPE, WINDOW
+    from transformers import Gemma2Config
 
     described = Gemma2Config(**SHAPE, **WINDOW, query_pre_attn_scalar=8, final_logit_softcapping=3.0)
     with pytest.raises(PolicyError, match="'gae' needs hidden states"):

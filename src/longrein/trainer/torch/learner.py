@@ -168,7 +168,9 @@ class Learner:
                         if self._value is not None and forward is self._forward:
                             values[here.cpu()] = self._value(part)[at].to("cpu", torch.float64)
                 ends = np.cumsum([int(row.trained.sum()) for row in own])[:-1]
-                parts = zip(own, *(np.split(x.numpy().astype(np.float32), ends) for x in (logprobs, values)), strict=True)
+                parts = zip(
+                    own, *(np.split(x.numpy().astype(np.float32), ends) for x in (logprobs, values)), strict=True
+                )
                 found |= {id(row): (own_logprobs, own_values) for row, own_logprobs, own_values in parts}
         return [found[id(row)][0] for row in rows], [found[id(row)][1] for row in rows]
 

@@ -53,4 +53,3 @@ class ValueHead(nn.Module):
             total.backward()
         assert leaf.grad is not None
         return leaf.grad, float(total.detach())
-
