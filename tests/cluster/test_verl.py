@@ -164,7 +164,8 @@ def test_reinforce(seed: int) -> None:
     theirs, _ = verl_algos.compute_policy_loss_reinforce(
         batch.old, batch.current, batch.advantages, batch.mask, "token-mean", actor()
     )
-    losses = Objective("reinforce").token_losses(*map(batch.flat, (batch.current, batch.old, batch.advantages)))
+    own = [batch.flat(values) for values in (batch.current, batch.old, batch.advantages)]
+    losses = Objective("reinforce").token_losses(own[0], own[1], own[2])
     close((weights_of(batch, "token") * losses).sum(), theirs)
 
 
@@ -360,7 +361,7 @@ def test_value_loss(seed: int) -> None:
     batch = Batch(seed)
     predicted, returned = batch.reference, batch.proximal
     theirs, _ = verl_algos.compute_value_loss(predicted, returned, batch.values, batch.mask, 0.3, "token-mean")
-    losses = value_loss(*map(batch.flat, (predicted, returned, batch.values)), 0.3)
+    losses = value_loss(batch.flat(predicted), batch.flat(returned), batch.flat(batch.values), 0.3)
     close((weights_of(batch, "token") * losses).sum(), theirs)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrein.learning.correction import at_level, coefficients, kept, masked, truncated
-from longrein.learning.kl import kl_estimate
+from longrein.learning.kl import Estimator, kl_estimate
 from longrein.learning.loss import Columns, Objective
 from longrein.learning.shaping import overlong_penalty
 
@@ -74,7 +74,8 @@ def test_what_is_rejected_is_exactly_nothing_even_where_its_ratio_has_no_bound(l
 @given(st.floats(-3, -0.1), st.floats(-3, -0.1), st.floats(-3, -0.1), st.floats(-2, 2))
 def test_decoupled_ppo_is_its_formula(current, proximal, behaviour, advantage):
     objective = Objective("ppo_clip", correction_cap=2.0)
-    loss = objective.token_losses(*map(tensor, (current, behaviour, advantage)), Columns(proximal=tensor(proximal)))
+    columns = Columns(proximal=tensor(proximal))
+    loss = objective.token_losses(tensor(current), tensor(behaviour), tensor(advantage), columns)
     ratio = math.exp(current - proximal)
     clipped = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
     assert float(loss) == pytest.approx(-min(math.exp(proximal - behaviour), 2.0) * clipped)
@@ -82,7 +83,7 @@ def test_decoupled_ppo_is_its_formula(current, proximal, behaviour, advantage):
 
 @given(st.floats(-3, -0.1), st.floats(-3, -0.1))
 def test_divergence_estimates_and_their_gradients(logprob, reference):
-    slopes = {
+    slopes: dict[Estimator, tuple[float, float]] = {
         "k1": (logprob - reference, 1.0),
         "k2": (0.5 * (logprob - reference) ** 2, logprob - reference),
         "k3": (math.expm1(reference - logprob) - (reference - logprob), 1 - math.exp(reference - logprob)),
@@ -103,7 +104,8 @@ def test_the_expected_gradient_of_k2_is_the_divergences_and_that_of_k1_nothing()
     logprobs = scores.log_softmax(0)
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), scores, retain_graph=True)
     expected = {}
-    for estimator in ("k1", "k2", "k3"):
+    estimators: tuple[Estimator, ...] = ("k1", "k2", "k3")
+    for estimator in estimators:
         mean = (logprobs.exp().detach() * kl_estimate(logprobs, reference, estimator)).sum()
         (expected[estimator],) = torch.autograd.grad(mean, scores, retain_graph=True)
     (other,) = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), scores)

@@ -37,7 +37,6 @@ class Credit:
 
         `rollouts` are all of the step's. With `gae`, each row's `values` are read and its `returns` written.
         """
-        options = self.options
         graded = {rollout.rollout_id: rollout for rollout in rollouts if rollout.reward is not None}
         tokens = {rollout_id: _Tokens(own) for rollout_id, own in _by_rollout(rows).items()}
         rewards, metrics = self._rewards(graded)
@@ -142,30 +141,33 @@ class _Tokens:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        places = [np.flatnonzero(row.trained) for row in rows]
-        self._row = np.repeat(np.arange(len(rows)), [len(place) for place in places])
-        self._position = np.concatenate(places)
-        calls = np.concatenate([_calls(row)[place] for row, place in zip(rows, places, strict=True)])
-        order = np.lexsort((self._position, calls))
-        self._row, self._position, self.calls = self._row[order], self._position[order], calls[order]
-        self.advantages = np.zeros(len(order), np.float64)
+        positions = np.concatenate([np.flatnonzero(row.trained) for row in rows])
+        calls = np.concatenate([_calls(row)[row.trained] for row in rows])
+        self._order = np.lexsort((positions, calls))
+        """Places of the tokens among those of all rows, one row after the other."""
+        self.calls = calls[self._order]
+        self.advantages = np.zeros(len(calls), np.float64)
 
     def column(self, name: str) -> np.ndarray:
         """float64 [T]: a column of the rows (`logprobs`, or one of `Row.columns`)."""
-        values = [row.logprobs if name == "logprobs" else row.columns[name] for row in self._rows]
-        return np.array([values[r][p] for r, p in zip(self._row, self._position, strict=True)], np.float64)
+        values = [(row.logprobs if name == "logprobs" else row.columns[name])[row.trained] for row in self._rows]
+        return np.concatenate(values)[self._order].astype(np.float64)
 
     def write_column(self, name: str, numbers: np.ndarray) -> None:
-        for row in self._rows:
+        """Put numbers into a column of the rows."""
+        for row, own in zip(self._rows, self._by_row(numbers), strict=True):
             row.columns[name] = np.zeros(len(row.tokens), np.float32)
-        for row, position, number in zip(self._row, self._position, numbers, strict=True):
-            self._rows[row].columns[name][position] = number
+            row.columns[name][row.trained] = own
 
     def write(self) -> None:
         """Put the advantages into the rows."""
-        for number, row in enumerate(self._rows):
-            own = self._row == number
-            row.advantages[self._position[own]] = self.advantages[own]
+        for row, own in zip(self._rows, self._by_row(self.advantages), strict=True):
+            row.advantages[row.trained] = own
+
+    def _by_row(self, numbers: np.ndarray) -> list[np.ndarray]:
+        flat = np.empty_like(numbers)
+        flat[self._order] = numbers
+        return np.split(flat, np.cumsum([int(row.trained.sum()) for row in self._rows])[:-1])
 
 
 def _calls(row: Row) -> np.ndarray:

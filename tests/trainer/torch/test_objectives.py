@@ -228,6 +228,7 @@ def test_with_adapters_the_base_model_is_the_reference():
     policy = Policy(adapted.double().eval(), base.device, 256, Path("unused"), lora=True)
     learner = make_learner(policy, algorithm=config.Algorithm(kl_coefficient=0.1), temperature=TEMPERATURE)
     learner.prepare(rows)
+    present = np.zeros(0)
     for row in rows:
         with torch.no_grad():
             expected = logprobs_of(plain.model, row)[0].numpy()[row.trained[1:]]

@@ -22,7 +22,7 @@ import torch
 from longrein import config
 from longrein.learning.correction import at_level
 from longrein.learning.kl import kl_estimate
-from longrein.learning.loss import Columns, Objective, TokenLoss, kl_k1, kl_k3
+from longrein.learning.loss import NO_COLUMNS, Columns, Objective, TokenLoss, kl_k1, kl_k3
 from longrein.trainer.torch.forward import Forward
 from longrein.trainer.torch.policy import Policy, PolicyError
 from longrein.trainer.torch.value import ValueHead
@@ -366,7 +366,7 @@ class Targets:
     behaviour: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
-    columns: Columns = Columns()
+    columns: Columns = NO_COLUMNS
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
@@ -389,7 +389,9 @@ class Targets:
         return cls(
             torch.from_numpy(which[order]).to(states.device),
             column("tokens", torch.int64),
-            *(column(name, wide) for name in ("logprobs", "advantages", "weights")),
+            column("logprobs", wide),
+            column("advantages", wide),
+            column("weights", wide),
             Columns(**{one.name: further(one.name) for one in fields(Columns)}),
             further("values"),
             further("returns"),
@@ -405,7 +407,10 @@ class Targets:
 
         return Targets(
             self.which[here] - start,
-            *(column[here] for column in (self.labels, self.behaviour, self.advantages, self.weights)),
+            self.labels[here],
+            self.behaviour[here],
+            self.advantages[here],
+            self.weights[here],
             Columns(**{one.name: cut(getattr(self.columns, one.name)) for one in fields(Columns)}),
             cut(self.values),
             cut(self.returns),
