@@ -195,9 +195,9 @@ def whiten(values: np.ndarray, votes: np.ndarray | None = None, count: int | Non
     """
     if len(values) == 0 or not np.ptp(values):
         return np.zeros(len(values), np.float64)
-    votes = np.full(len(values), 1.0) if votes is None else np.asarray(votes, np.float64)
+    shares = np.full(len(values), 1.0) if votes is None else np.asarray(votes, np.float64)
+    shares = shares / shares.sum()
     count = len(values) if count is None else count
-    votes = votes / votes.sum()
-    centred_values = values - np.dot(votes, values)
-    variance = np.dot(votes, centred_values**2) * (count / (count - 1) if count > 1 else 1.0)
+    centred_values = values - np.dot(shares, values)
+    variance = np.dot(shares, centred_values**2) * (count / (count - 1) if count > 1 else 1.0)
     return centred_values / np.sqrt(variance + 1e-8)
