@@ -72,8 +72,9 @@ def test_every_sampled_token_is_accounted_for_with_its_reason():
 
 
 def test_groups_that_were_replaced_are_counted_as_such():
-    rollouts, calls, rewards, metrics = a_run()
-    report = build_report(rollouts, calls, rewards, [*metrics, {"kind": "replaced", "step": 1, "groups": ["g"]}])
+    rollouts, calls, rewards, metrics, kinds, _ = a_run()
+    metrics = [*metrics, {"kind": "replaced", "step": 1, "groups": ["g"]}]
+    report = build_report(rollouts, calls, rewards, metrics, kinds, learned={})
     assert report.tokens.trained == 0
     assert report.tokens.untrained["equal rewards"] == 3 + 4  # the abandoned call's too
 
