@@ -3,6 +3,7 @@
 # make test-vllm   install a vLLM beside (3.5 GB), and run the tests that ask it
 # make fuzz   the fuzzers and Schemathesis for longer; make fuzz EXAMPLES=100000 for a night
 # make test-kills   kill the processes of a run two hundred times, and see that nothing is lost (KILLS=n SEED=n)
+# make test-verl   install verl beside (2 GB), and compare the mathematics with its own
 # make test-harnesses   install real harnesses beside, and run them all; writes docs/harnesses.md
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,7 @@ PYTHON312 ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/nu
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-seeds demo-tiny test test-kills test-vllm test-harnesses fuzz lint format bench bench-load clean
+.PHONY: setup demo demo-seeds demo-tiny test test-kills test-vllm test-verl test-harnesses fuzz lint format bench bench-load clean
 
 setup: $(READY)
 
@@ -61,6 +62,16 @@ test-vllm: setup .venv-vllm/.ready
 test-kills: setup
 	LONGREIN_TEST_KILLS=$(KILLS) LONGREIN_TEST_SEED=$(SEED) $(BIN)/python -m pytest tests/test_kills.py
 
+# verl wants other versions of most things, so it gets a venv of its own.
+.venv-verl/.ready: constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints-verl.txt torch
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt verl cachetools uvicorn fastapi TransferQueue msgspec pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+test-verl: .venv-verl/.ready
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest tests/cluster/test_verl.py
+
 test-harnesses: setup
 	$(BIN)/python -m tests.harnesses.install
 	LONGREIN_TEST_HARNESSES=all LONGREIN_HARNESS_PAGE=docs/harnesses.md $(BIN)/python -m pytest tests/harnesses
@@ -95,4 +106,4 @@ bench-load: setup $(if $(PYTHON312),.bench/agent-lightning/.ready)
 	$(BIN)/python bench/dispatch.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-verl runs .pytest_cache .ruff_cache .hypothesis

@@ -68,6 +68,18 @@ def test_every_problem_has_a_line_of_its_own(tmp_path: Path) -> None:
         ),
         ("[warmup]\nsteps = 3\n", "warmup.teacher"),
         ("[agent]\ncommand = ['a']\nagent_class = 'b:C'\n", "not both"),
+        ("[algorithm]\nloss = 'gpso'\n", "algorithm.loss: 'gpso' is none of ppo_clip, .*, and no module:function"),
+        ("[algorithm]\nadvantage = 'grp'\n", "algorithm.advantage: 'grp' is none of grpo, "),
+        ("[algorithm]\ndiscount = 0.9\n", r"algorithm.discount: 0.9 needs advantage = 'reinforce\+\+' or 'gae'"),
+        ("[algorithm]\nkl_in = 'reward'\n", "algorithm.kl_in: 'reward' needs kl_coefficient above 0"),
+        ("[algorithm]\nnormaliser = 'constant'\n", "algorithm.normaliser_tokens: .* needs a length"),
+        ("[algorithm]\noverlong_tokens = 9\n", "algorithm.overlong_tokens: 9 needs overlong_buffer"),
+        ("[algorithm]\noverlong_tokens = 9\noverlong_buffer = 10\n", "overlong_buffer: 10 is more than"),
+        ("[algorithm]\ndual_clip = 1.0\n", "dual_clip: 1 would cut off every loss"),
+        ("[algorithm]\ncorrection = 'icepop'\ncorrection_floor = 3.0\n", "correction_floor: 3 is not below"),
+        ("[algorithm]\nloss = 'cispo'\ncorrection = 'tis'\n", "would count it twice; set proximal = 'computed'"),
+        ("[algorithm]\nloss = 'reinforce'\nproximal = 'computed'\n", "algorithm.proximal: .* has no ratio"),
+        ("[algorithm]\nadvantage = 'gae'\ndynamic_sampling = 3\n", "dynamic_sampling: 3 needs an advantage relative"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -310,6 +310,9 @@ class Task(Section):
     shuffle: bool = Field(
         default=True, description="Visit the training tasks in a seeded random order, anew each epoch."
     )
+    kind: str = Field(
+        default="", description="Field of a task that says its kind; the reward of each kind is reported apart."
+    )
 
 
 class Reward(Section):
@@ -361,29 +364,193 @@ class Warmup(Section):
     dev_tasks: int = Field(default=32, ge=1, description="Dev tasks of a check.")
 
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline", "gae")
+LOSSES = ("ppo_clip", "reinforce", "gspo", "cispo", "dppo_tv")
+
+
 class Algorithm(Section):
     group_size: int = Field(default=8, ge=1, description="Rollouts of one task whose rewards are compared.")
     groups_per_step: int = Field(default=8, ge=1, description="Groups learned from in one step.")
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = Field(
-        default="grpo", description="Advantage of a rollout within its group."
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        description="Groups of equal rewards that a step may replace by other groups (DAPO's dynamic sampling); 0 keeps them.",
     )
-    loss: Literal["ppo_clip", "reinforce"] = Field(default="ppo_clip", description="Loss of a sampled token.")
+    advantage: str = Field(
+        default="grpo",
+        description=f"Advantage of a rollout: {', '.join(ADVANTAGES)}, or module:function from a group's rewards to its advantages.",
+    )
+    discount: float = Field(
+        default=1.0, gt=0, le=1, description="reinforce++ and gae: discount of a reward per sampled token before it."
+    )
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: decay of the advantage's further terms.")
+    value_learning_rate: float = Field(default=1e-4, gt=0, description="gae: learning rate of the value head.")
+    value_coefficient: float = Field(
+        default=0.1,
+        ge=0,
+        description="gae: share of the value loss that the model itself learns from, not only its head.",
+    )
+    value_clip: float = Field(
+        default=0.0, ge=0, description="gae: farthest that an update may move a value at a gain; 0 does not clip."
+    )
+    process_weight: float = Field(
+        default=1.0, ge=0, description="Weight of the grader's rewards of single calls beside the rollout's reward."
+    )
+    process_discount: float = Field(
+        default=1.0, ge=0, le=1, description="Discount of a call's reward per call before it."
+    )
+    overlong_tokens: int = Field(
+        default=0, ge=0, description="Length of a rollout's longest reply that costs overlong_penalty; 0 punishes none."
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="Tokens before overlong_tokens over which the penalty grows from 0."
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0, description="What a reply of overlong_tokens costs.")
+    loss: str = Field(
+        default="ppo_clip",
+        description=f"Loss of a sampled token: {', '.join(LOSSES)}, or module:function (see docs/learning.md).",
+    )
     clip_low: float = Field(
-        default=0.2, gt=0, description="ppo_clip: the importance ratio is clipped below at 1 - clip_low."
+        default=0.2,
+        gt=0,
+        description="Lower bound: of the importance ratio at 1 - clip_low, of dppo_tv's probability at clip_low less.",
     )
     clip_high: float = Field(
-        default=0.28, gt=0, description="ppo_clip: the importance ratio is clipped above at 1 + clip_high."
+        default=0.28,
+        gt=0,
+        description="Upper bound: of the importance ratio at 1 + clip_high, of dppo_tv's probability at clip_high more.",
     )
+    dual_clip: float = Field(
+        default=0.0,
+        ge=0,
+        description="ppo_clip: largest loss of a token in units of its advantage, if that is negative; 0 is none.",
+    )
+    ratio_cap: float = Field(default=20.0, gt=0, description="dppo_tv: largest importance ratio.")
+    normaliser: Literal["rollout", "token", "sequence", "constant"] = Field(
+        default="rollout", description="What has equal weight: rollouts, tokens, sequences, or every normaliser_tokens."
+    )
+    normaliser_tokens: int = Field(default=0, ge=0, description="constant: length that a rollout's sum is divided by.")
     updates_per_batch: int = Field(
         default=1, ge=1, description="Optimizer updates that a step's rollouts are divided over."
     )
-    correction: Literal["none", "tis"] = Field(
-        default="none", description="Off-policy correction: none, or token-level truncated importance sampling."
+    proximal: Literal["sampled", "computed"] = Field(
+        default="sampled",
+        description="Policy that ratios are clipped against: the one sampled from, or that of the step's beginning, computed anew (decoupled PPO).",
     )
+    kl_coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of the divergence from the reference policy; 0 needs no reference."
+    )
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Where the divergence is counted.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimate of the divergence.")
+    kl_reference: str = Field(
+        default="",
+        description="Model folder or hub name of the reference; empty is model.path as it is (with LoRA the base model).",
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the loss.")
+    correction: Literal["none", "tis", "mis", "icepop"] = Field(
+        default="none",
+        description="Off-policy correction by importance ratio: none, truncated (tis), zero above the cap (mis), zero beyond either bound (icepop).",
+    )
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token", description="Whose importance ratio corrects: the token's or the whole sequence's."
+    )
+    correction_floor: float = Field(default=0.5, ge=0, description="icepop: smallest importance ratio that counts.")
+    rejection: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none",
+        description="Leave out what a ratio beyond the bounds says is off-policy: by token, by sequence, or by its geometric mean.",
+    )
+    rejection_low: float = Field(default=0.5, ge=0, description="rejection: smallest ratio that stays.")
+    rejection_high: float = Field(default=2.0, gt=0, description="rejection: largest ratio that stays.")
     train_kinds: list[Literal["main", "sub-agent", "compaction", "title"]] = Field(
         default=["main", "sub-agent", "compaction"], min_length=1, description="Kinds of calls that are trained."
     )
-    correction_cap: float = Field(default=2.0, gt=0, description="tis: largest importance weight.")
+    correction_cap: float = Field(
+        default=2.0, gt=0, description="Largest importance ratio: tis cuts there, mis and icepop count none above."
+    )
+
+    @property
+    def by_token(self) -> bool:
+        """Whether advantages differ from token to token before they are normalised."""
+        return self.advantage in ("gae", "reinforce++")
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether tokens with advantage 0 have a gradient."""
+        own = self.loss not in LOSSES
+        return own or self.advantage == "gae" or self.entropy_coefficient > 0 or self.kl_in_loss
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "loss"
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the learner computes something of a step's rows before the first update."""
+        return self.proximal == "computed" or self.kl_coefficient > 0 or self.advantage == "gae"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Algorithm:
+        for name, known in (("advantage", ADVANTAGES), ("loss", LOSSES)):
+            value = getattr(self, name)
+            if value not in known and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
+                raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}, and no module:function")
+        own_loss = self.loss not in LOSSES
+        kl, gae, corrects, rejects = (
+            self.kl_coefficient > 0,
+            self.advantage == "gae",
+            *(value != "none" for value in (self.correction, self.rejection)),
+        )
+        compared = self.advantage not in ("reinforce", "reinforce++", "gae") and self.group_size > 1
+        needs = {
+            "discount": (self.by_token, "advantage = 'reinforce++' or 'gae'"),
+            "gae_lambda": (gae, "advantage = 'gae'"),
+            "value_learning_rate": (gae, "advantage = 'gae'"),
+            "value_coefficient": (gae, "advantage = 'gae'"),
+            "value_clip": (gae, "advantage = 'gae'"),
+            "overlong_tokens": (self.overlong_buffer > 0, "overlong_buffer"),
+            "overlong_buffer": (self.overlong_tokens > 0, "overlong_tokens"),
+            "overlong_penalty": (self.overlong_tokens > 0, "overlong_tokens"),
+            "dual_clip": (own_loss or self.loss == "ppo_clip", "loss = 'ppo_clip'"),
+            "ratio_cap": (own_loss or self.loss == "dppo_tv", "loss = 'dppo_tv'"),
+            "normaliser_tokens": (self.normaliser == "constant", "normaliser = 'constant'"),
+            "kl_reference": (kl, "kl_coefficient above 0"),
+            "kl_in": (kl, "kl_coefficient above 0"),
+            "kl_estimator": (kl, "kl_coefficient above 0"),
+            "correction_level": (corrects, "a correction"),
+            "correction_cap": (corrects, "a correction"),
+            "correction_floor": (self.correction == "icepop", "correction = 'icepop'"),
+            "rejection_low": (rejects, "a rejection"),
+            "rejection_high": (rejects, "a rejection"),
+            "dynamic_sampling": (compared, "an advantage relative to the group, and a group_size of at least 2"),
+        }
+        for name, (used, needed) in needs.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not used:
+                raise ValueError(f"{name}: {value!r} needs {needed}")
+        if self.normaliser == "constant" and not self.normaliser_tokens:
+            raise ValueError("normaliser_tokens: normaliser = 'constant' needs a length of at least 1")
+        if self.overlong_buffer > self.overlong_tokens:
+            raise ValueError(
+                f"overlong_buffer: {self.overlong_buffer} is more than overlong_tokens ({self.overlong_tokens})"
+            )
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip: {self.dual_clip:g} would cut off every loss; give more than 1, or 0 for none")
+        if self.correction == "icepop" and self.correction_floor >= self.correction_cap:
+            raise ValueError(
+                f"correction_floor: {self.correction_floor:g} is not below correction_cap ({self.correction_cap:g})"
+            )
+        if self.rejection_low >= self.rejection_high:
+            raise ValueError(
+                f"rejection_low: {self.rejection_low:g} is not below rejection_high ({self.rejection_high:g})"
+            )
+        if corrects and self.loss not in ("ppo_clip", "reinforce") and self.proximal == "sampled":
+            raise ValueError(
+                f"correction: loss = {self.loss!r} has the ratio to the policy sampled from in it already, and would count it "
+                "twice; set proximal = 'computed', or leave the correction out"
+            )
+        if self.proximal == "computed" and self.loss == "reinforce" and not (corrects or rejects):
+            raise ValueError("proximal: loss = 'reinforce' without a correction has no ratio; leave it out")
+        return self
 
 
 class Trainer(Section):
@@ -613,7 +780,9 @@ def _explain(error: ValidationError) -> list[str]:
             lines.append(f"{name}: unknown option{_nearest(location)}")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}" if name else message)
+            # A section's own check begins with the option it is about.
+            inner = problem["type"] == "value_error" and re.match(r"[a-z_]+: ", message)
+            lines.append(f"{name}.{message}" if name and inner else f"{name}: {message}" if name else message)
     return lines
 
 

@@ -35,6 +35,7 @@ async def grade(pool: Graders, task: dict, workspace: Path, exit_status: int | N
         (1, Grade(1.0, {})),
         (True, Grade(1.0, {})),
         ({"reward": 0.25, "tests": 3, "fast": False}, Grade(0.25, {"tests": 3.0, "fast": 0.0})),
+        ({"reward": 1, "calls": {0: 0.5, 3: True}}, Grade(1.0, {}, {0: 0.5, 3: 1.0})),
     ],
 )
 def test_values_that_are_grades(value: object, expected: Grade) -> None:
@@ -51,6 +52,9 @@ def test_values_that_are_grades(value: object, expected: Grade) -> None:
         ({"score": 1}, "without 'reward'; its keys are ['score']"),
         ({"reward": 1, "note": "good"}, "str 'good' for ['note']"),
         ({"reward": 1, "loss": float("inf")}, "inf for ['loss']"),
+        ({"reward": 1, "calls": [0.5]}, "[0.5] for ['calls'], expected a dict from call numbers to rewards"),
+        ({"reward": 1, "calls": {"first": 0.5}}, "for ['calls']"),
+        ({"reward": 1, "calls": {2: "good"}}, "str 'good' for ['calls'][2]"),
         ([1.0], "list [1.0]"),
         (1j, "complex"),
     ],
@@ -63,7 +67,7 @@ def test_values_that_are_no_grades(value: object, message: str) -> None:
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.dictionaries(st.text(), st.floats(-9, 9)))
 def test_finite_numbers_are_kept_exactly(reward: float, metrics: dict[str, float]) -> None:
-    metrics.pop("reward", None)
+    metrics = {name: value for name, value in metrics.items() if name not in ("reward", "calls")}
     assert to_grade({**metrics, "reward": reward}) == Grade(reward, metrics)
 
 
@@ -108,6 +112,12 @@ async def test_async_graders_numbers_of_libraries_and_missing_workspaces(tmp_pat
     code = "import numpy\nasync def grade(task, transcript, workspace, exit_status):\n    return numpy.float32(0.5)\n"
     async with graders(tmp_path, code) as pool:
         assert await grade(pool, {}, tmp_path / "absent", None) == Grade(0.5, {})
+
+
+async def test_rewards_of_single_calls_come_through_the_pipe(tmp_path: Path) -> None:
+    code = "def grade(*_):\n    return {'reward': 1, 'calls': {0: 0.25, 12: -1}}\n"
+    async with graders(tmp_path, code) as pool:
+        assert await grade(pool, {}, tmp_path / "absent") == Grade(1.0, {}, {0: 0.25, 12: -1.0})
 
 
 async def test_failures_name_function_cause_and_log(tmp_path: Path) -> None:

@@ -330,6 +330,19 @@ async def test_a_grader_that_raises_fails_the_rollout_only(tmp_path: Path) -> No
     assert reward_of(client, "y") == {"value": 1.0, "source": "grader"}
 
 
+async def test_a_grader_that_rewards_a_call_that_was_not_made_is_said_so(tmp_path: Path) -> None:
+    write(tmp_path, "grader.py", "def grade(*_):\n    return {'reward': 1, 'calls': {3: 0.5}}\n")
+    client = FakeClient()
+    await client.add_rollouts([NewRollout({}, rollout_id="x")])
+    async with controlling(make_config(tmp_path), client):
+        await client.until_finished()
+    assert client.store["x"].status.state is RolloutState.failed
+    assert client.store["x"].status.error_message == (
+        "the grader rewards call 3, and the attempt has no call of that number"
+    )
+    assert ("x", "0") not in client.posted
+
+
 async def test_a_reward_from_the_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient()
     await client.add_rollouts([NewRollout({}, rollout_id=name) for name in ("none", "two", "nan")])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longrein.learning.correction import truncated_importance
-from longrein.learning.loss import Objective, clipped, kl_k1, kl_k3, ppo_clip
+from longrein.learning.loss import Columns, Objective, clipped, kl_k1, kl_k3, ppo_clip, value_loss
 from longrein.records import Call
 from longrein.trajectory.batch import FinishedRollout, make_batch
 
@@ -107,3 +107,65 @@ def test_the_loss_of_a_batch_is_equation_16():
     tokens = sum(map(sum, lengths.values()))
     assert tokens == 280
     assert total != pytest.approx(sum(sums.values()) / tokens)
+
+
+@given(log_probability, log_probability, st.floats(-5, 5))
+def test_dual_clip_bounds_the_loss_of_what_became_probable_and_was_bad(logprob, behaviour, advantage):
+    plain = float(ppo_clip(tensor(logprob), tensor(behaviour), tensor(advantage), 0.2, 0.28))
+    found = float(ppo_clip(tensor(logprob), tensor(behaviour), tensor(advantage), 0.2, 0.28, dual_clip=3.0))
+    assert found == pytest.approx(min(plain, -3.0 * advantage) if advantage < 0 else plain)
+
+
+@given(log_probability, log_probability, st.floats(-5, 5))
+def test_cispo_and_dppo_tv_are_their_formulas(logprob, behaviour, advantage):
+    ratio, moved = np.exp(logprob - behaviour), np.exp(logprob) - np.exp(behaviour)
+    cispo = Objective("cispo", clip_low=0.4, clip_high=0.2)
+    assert gradient(cispo, logprob, behaviour, advantage) == pytest.approx(-np.clip(ratio, 0.6, 1.2) * advantage)
+    valid = moved <= 0.1 if advantage > 0 else moved >= -0.05
+    dppo = Objective("dppo_tv", clip_low=0.05, clip_high=0.1, ratio_cap=5.0)
+    assert gradient(dppo, logprob, behaviour, advantage) == pytest.approx(-float(valid) * min(ratio, 5.0) * advantage)
+
+
+@given(st.lists(st.tuples(log_probability, log_probability), min_size=1, max_size=6), st.floats(-5, 5))
+def test_gspo_over_a_sequence_has_value_and_gradient_of_its_geometric_ratio(tokens, advantage):
+    """Eq. 5 of the paper for one sequence, against the mean over its tokens of what is computed here."""
+    current, behaviour = (tensor(*column) for column in zip(*tokens, strict=True))
+    leaf = current.clone().requires_grad_()
+    ratio = (leaf - behaviour).mean().exp()
+    expected = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    (slope,) = torch.autograd.grad(expected, leaf)
+    ours = current.clone().requires_grad_()
+    columns = Columns(sequence_log_ratio=(current - behaviour).mean().expand(len(tokens)))
+    objective = Objective("gspo", clip_low=0.2, clip_high=0.28)
+    loss = objective.token_losses(ours, behaviour, torch.full_like(current, advantage), columns).mean()
+    (found,) = torch.autograd.grad(loss, ours)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()))
+    assert found.tolist() == pytest.approx(slope.tolist(), abs=1e-9)
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5))
+def test_the_value_loss_is_the_worse_of_the_plain_and_the_clipped(value, gain, before):
+    near = np.clip(value, before - 0.5, before + 0.5)
+    expected = 0.5 * max((value - gain) ** 2, (near - gain) ** 2)
+    assert float(value_loss(tensor(value), tensor(gain), tensor(before), 0.5)) == pytest.approx(expected)
+    assert float(value_loss(tensor(value), tensor(gain), tensor(before), 0.0)) == pytest.approx(
+        0.5 * (value - gain) ** 2
+    )
+
+
+def test_a_loss_of_ones_own_is_given_the_anchor_and_the_objective():
+    def own(logprobs, anchor, advantages, objective):
+        return -(logprobs - anchor) * advantages * objective.clip_low
+
+    objective = Objective("mine:loss", clip_low=0.5, function=own)
+    assert not objective.zero_without_advantage
+    assert objective.token_losses(tensor(-1.0), tensor(-3.0), tensor(2.0)).tolist() == [-2.0]
+    with_proximal = objective.token_losses(tensor(-1.0), tensor(-3.0), tensor(2.0), Columns(proximal=tensor(-2.0)))
+    assert with_proximal.tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("objective", [Objective("gspo"), Objective("ppo_clip", rejection="geometric")])
+def test_what_looks_at_sequences_says_when_they_are_missing(objective):
+    assert objective.looks_at_sequences
+    with pytest.raises(ValueError, match="log-ratios of whole sequences"):
+        objective.token_losses(tensor(-1.0), tensor(-1.0), tensor(1.0))

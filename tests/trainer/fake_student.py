@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fake_gateway import Play
 
 from longrein.records import Rollout
@@ -32,6 +33,8 @@ class FakeStudent:
         self.imitated: list[list[Row]] = []
         self.history: list[list[str]] = []
         """The rollouts of every update that the skill comes from."""
+        self.prepared: list[tuple[int, list[Row]]] = []
+        """How many updates there were before, and the rows."""
         self.running = False
         self.serving = False
 
@@ -55,6 +58,11 @@ class FakeStudent:
         self._learned(rows)
         self.tick("after an update")
         return {"loss": 0.5, "grad_norm": 1.0}
+
+    async def prepare(self, rows: Sequence[Row]) -> None:
+        self.prepared.append((len(self.updates), list(rows)))
+        for row in rows:
+            row.columns["reference"] = np.where(row.trained, np.float32(-1.0), np.float32(0.0))
 
     async def imitate(self, rows: Sequence[Row], learning_rate: float) -> dict[str, float]:
         self.tick("before imitating")

@@ -16,7 +16,18 @@ from fake_gateway import FakeClient, Play
 from longrein.client import Client
 from longrein.records import Attempt, Event, NewRollout, Outcome, Rollout, RolloutState, RolloutStatus
 from longrein.tasks import TaskOrder
-from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, commonest, failures, grade_of
+from longrein.trainer.collect import (
+    Collector,
+    Done,
+    Group,
+    Groups,
+    RunFailed,
+    call_rewards_of,
+    commonest,
+    failures,
+    grade_of,
+)
+from longrein.trajectory.batch import FinishedRollout
 
 
 def new(rollout_id: str, **values: Any) -> NewRollout:
@@ -123,7 +134,9 @@ async def test_withdrawn_rollouts_leave_the_queue() -> None:
     assert client.known["waits"].status.error_message == "not needed any more"
 
 
-def groups_of(collector: Collector, folder: Path, *, tasks: int = 10, size: int = 2, max_failed: int = 3) -> Groups:
+def groups_of(
+    collector: Collector, folder: Path, *, tasks: int = 10, size: int = 2, max_failed: int = 3, resample: int = 0
+) -> Groups:
     return Groups(
         collector,
         [{"n": n} for n in range(tasks)],
@@ -131,6 +144,7 @@ def groups_of(collector: Collector, folder: Path, *, tasks: int = 10, size: int 
         size=size,
         max_failed=max_failed,
         run_folder=folder,
+        resample=resample,
     )
 
 
@@ -225,3 +239,73 @@ async def test_which_task_a_group_has_does_not_depend_on_who_ends_first(tmp_path
     ending.cancel()
     by_id = {name: rollout.input["n"] for name, rollout in sorted(client.known.items())}
     assert list(by_id.values()) == [0, 1, 2, 3, 4, 5, 0, 2, 4, 6, 7, 8, 9, 10, 11]
+
+
+def equal_where(which: Callable[[int], bool]) -> Callable[[Rollout], Play]:
+    """Every second rollout of a group succeeds, or all of those whose task is `which`."""
+    return lambda r: Play(reward=1.0 if which(r.input["n"]) else float(r.rollout_id.endswith("0")))
+
+
+async def test_groups_of_equal_rewards_are_replaced_up_to_the_limit(tmp_path: Path) -> None:
+    async with collecting(FakeClient(equal_where(lambda n: n < 5))) as collector:
+        groups = groups_of(collector, tmp_path, resample=3)
+        first = await groups.collect(2, step=1)
+        replaced = tasks_of(groups.equal)
+        second = await groups.collect(2, step=2)
+    assert len(first) == 2
+    assert len(replaced) == 3
+    assert all(len(group.done) == 2 for group in groups.equal + first)
+    assert sorted(replaced + tasks_of(first)) == [0, 1, 2, 3, 4]
+    assert (tasks_of(second), groups.equal) == ([5, 6], [])
+
+
+async def test_which_groups_are_replaced_does_not_hang_on_which_came_in_first(tmp_path: Path) -> None:
+    """The first group comes in last, and is replaced all the same."""
+    late = asyncio.Event()
+
+    class Late(FakeClient):
+        async def _finish(self, rollout: Rollout) -> None:
+            if rollout.input["n"] == 0:
+                waits = asyncio.create_task(self._later(rollout))
+                waiting.append(waits)
+            else:
+                await super()._finish(rollout)
+                if rollout.input["n"] == 2:
+                    late.set()
+
+        async def _later(self, rollout: Rollout) -> None:
+            await late.wait()
+            await super()._finish(rollout)
+
+    waiting: list[asyncio.Task[None]] = []
+    async with collecting(Late(equal_where(lambda n: True))) as collector:
+        groups = groups_of(collector, tmp_path, resample=1)
+        kept = await groups.collect(2, step=1)
+    assert (tasks_of(groups.equal), tasks_of(kept)) == ([0], [1, 2])
+
+
+async def test_without_a_limit_above_0_equal_groups_are_learned_from_as_they_are(tmp_path: Path) -> None:
+    async with collecting(FakeClient(equal_where(lambda n: True))) as collector:
+        groups = groups_of(collector, tmp_path)
+        assert tasks_of(await groups.collect(2, step=1)) == [0, 1]
+        assert groups.equal == []
+
+
+def test_a_group_whose_calls_were_rewarded_differently_is_not_equal() -> None:
+    def done(name: str, **calls: float) -> Done:
+        rewards = {int(number[1:]): reward for number, reward in calls.items()}
+        return Done(Rollout(name, {}), None, FinishedRollout(name, "g", True, 1.0, [], call_rewards=rewards), None)
+
+    assert Group("g", 0, [done("a", c0=1.0), done("b", c0=1.0)]).equal
+    assert not Group("g", 0, [done("a", c0=1.0), done("b", c0=0.5)]).equal
+
+
+def test_rewards_of_calls_are_those_of_the_last_reward_event() -> None:
+    def event(**data: Any) -> Event:
+        return Event("reward", "r", "0", 0.0, data)
+
+    assert call_rewards_of([event(value=1, calls={"7": 1}), event(value=1, calls={"0": 0.5, "2": -1})]) == {
+        0: 0.5,
+        2: -1.0,
+    }
+    assert call_rewards_of([event(value=1)]) == call_rewards_of([]) == {}

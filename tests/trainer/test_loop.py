@@ -118,6 +118,53 @@ async def test_a_step_without_any_advantage_changes_nothing_and_is_warned_about(
     )
 
 
+async def test_groups_of_equal_rewards_are_replaced_counted_and_reported(tmp_path: Path) -> None:
+    student = FakeStudent(skill=0.25, gain=0.0)
+    config = config_in(tmp_path, "algorithm.dynamic_sampling=2", "trainer.steps=1", "task.kind=n")
+
+    def play(rollout: Rollout) -> Play:
+        return Play(reward=0.0) if rollout.input.get("n") in (0, 1, 2) else student.play(rollout)
+
+    await run(config, student, FakeClient(play))
+    lines = read_metrics(config.run.path)
+    (replaced,) = [line for line in lines if line["kind"] == "replaced"]
+    assert replaced["groups"] == ["s00001-g000", "s00001-g001"]
+    (step,) = [line for line in lines if line["kind"] == "step"]
+    assert step["groups/replaced"] == 2
+    assert step["groups/zero_variance"] == 3 / 4  # task 2's group is beyond the limit, and kept
+    assert step["tokens/untrained/equal rewards"] == 2 * 4 * 3
+    assert step["tokens/sampled"] == step["tokens/trained"] + step["tokens/untrained/equal rewards"] == 4 * 4 * 3
+    assert {name: step[f"reward/kind/{name}"] for name in "0123"} == {"0": 0, "1": 0, "2": 0, "3": 0.25}
+    (rows,) = student.updates
+    assert {row.group_id for row in rows} == {"s00001-g002", "s00001-g003"}
+
+
+async def test_what_an_algorithm_computes_beforehand_is_computed_once_a_step_of_all_rows(tmp_path: Path) -> None:
+    student = FakeStudent(skill=0.25, gain=0.0)
+    options = ["kl_coefficient=0.1", "kl_in=reward", "kl_estimator=k1", "updates_per_batch=2"]
+    config = config_in(tmp_path, "trainer.steps=2", *(f"algorithm.{option}" for option in options))
+    await run(config, student)
+    assert [(before, len(rows)) for before, rows in student.prepared] == [(0, 8), (2, 8)]
+    assert [len(rows) for rows in student.updates] == [4] * 4
+    steps = [line for line in read_metrics(config.run.path) if line["kind"] == "step"]
+    assert steps[0]["reward/kl"] == pytest.approx(-0.1 * 0.5 * 3)
+    assert steps[0]["staleness/max"] == 0
+    assert steps[1]["staleness/max"] == 2  # the fake gateway's tokens are all of version 0
+
+
+async def test_a_step_without_any_advantage_is_learned_from_where_there_is_another_gradient(tmp_path: Path) -> None:
+    student = FakeStudent(skill=1.0)
+    await run(config_in(tmp_path, "trainer.steps=1", "algorithm.entropy_coefficient=0.01"), student)
+    assert len(student.updates) == 1
+
+
+async def test_a_constant_normaliser_reaches_the_batch(tmp_path: Path) -> None:
+    student = FakeStudent(skill=0.25)
+    options = ["algorithm.normaliser=constant", "algorithm.normaliser_tokens=10"]
+    await run(config_in(tmp_path, "trainer.steps=1", *options), student)
+    assert {weight for row in student.updates[0] for weight in row.weights[row.trained]} == {1 / 80}
+
+
 async def test_max_seconds_ends_learning_and_evaluation_follows(tmp_path: Path) -> None:
     student = FakeStudent()
     config = config_in(tmp_path, "trainer.max_seconds=0.000001", "trainer.steps=50")

@@ -71,6 +71,14 @@ def test_every_sampled_token_is_accounted_for_with_its_reason():
     assert report.tokens.sampled == sum(len(call.sampled) for some in calls.values() for call in some)
 
 
+def test_groups_that_were_replaced_are_counted_as_such():
+    rollouts, calls, rewards, metrics, kinds, _ = a_run()
+    metrics = [*metrics, {"kind": "replaced", "step": 1, "groups": ["g"]}]
+    report = build_report(rollouts, calls, rewards, metrics, kinds, learned={})
+    assert report.tokens.trained == 0
+    assert report.tokens.untrained["equal rewards"] == 3 + 4  # the abandoned call's too
+
+
 def test_the_shape_of_rollouts_and_the_causes_of_forks():
     report = build_report(*a_run())
     # chain is one leaf, forked two, whole, lost and late one each.

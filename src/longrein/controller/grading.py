@@ -19,7 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,19 +43,29 @@ class Grade:
 
     reward: float
     metrics: dict[str, float]
+    calls: dict[int, float] = field(default_factory=dict)
+    """Rewards of single calls, by their number."""
 
 
 def to_grade(value: Any) -> Grade:
     """The grade that a reward function's value stands for: a number, or a dict of numbers with `reward`.
 
-    A bool is 0 or 1. Raises `GradeError` for anything else, NaN and infinity included.
+    `calls` in such a dict is one of rewards of single calls, by the call's number, counted from 0. A bool is 0 or 1.
+    Raises `GradeError` for anything else, NaN and infinity included.
     """
     if isinstance(value, dict):
         if "reward" not in value:
             raise GradeError(f"returned a dict without 'reward'; its keys are {sorted(map(str, value))}")
-        numbers = {str(name): _number(number, f"[{name!r}]") for name, number in value.items()}
-        return Grade(numbers.pop("reward"), numbers)
+        calls = _call_rewards(value["calls"]) if "calls" in value else {}
+        numbers = {str(name): _number(number, f"[{name!r}]") for name, number in value.items() if name != "calls"}
+        return Grade(numbers.pop("reward"), numbers, calls)
     return Grade(_number(value, ""), {})
+
+
+def _call_rewards(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in value):
+        raise GradeError(f"returned {value!r:.80} for ['calls'], expected a dict from call numbers to rewards")
+    return {number: _number(reward, f"['calls'][{number}]") for number, reward in value.items()}
 
 
 def _number(value: Any, where: str) -> float:
@@ -132,7 +142,7 @@ class Graders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if "error" in answer:
             raise self._error(answer["error"])
-        return Grade(answer["reward"], answer["metrics"])
+        return Grade(answer["reward"], answer["metrics"], {int(n): r for n, r in answer["calls"].items()})
 
     async def _ask(self, request: Json) -> Json:
         worker = await self._free.get()
@@ -288,7 +298,7 @@ def _graded(function: Callable[..., Any], request: Json) -> Json:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    return {"reward": grade.reward, "metrics": grade.metrics}
+    return {"reward": grade.reward, "metrics": grade.metrics, "calls": grade.calls}
 
 
 def _last_line(error: BaseException) -> str:

@@ -488,6 +488,10 @@ async def _reward(controller: _Controller, run: _Run, ended: Ended, calls: Seque
     data: Json = {"value": grade.reward, "source": "grader"}
     if grade.metrics:
         data["metrics"] = grade.metrics
+    if unknown := sorted(grade.calls.keys() - {call.number for call in calls}):
+        raise GradeError(f"the grader rewards call {unknown[0]}, and the attempt has no call of that number")
+    if grade.calls:
+        data["calls"] = {str(number): reward for number, reward in grade.calls.items()}
     return data
 
 

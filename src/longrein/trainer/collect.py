@@ -238,6 +238,7 @@ class Collector:
             calls=calls,
             outcome=last.outcome if last else None,
             metrics=metrics,
+            call_rewards=call_rewards_of(rewards),
         )
         return Done(detail.rollout, last, finished, failure)
 
@@ -269,6 +270,14 @@ def grade_of(
     return float(value), metrics, None
 
 
+def call_rewards_of(rewards: Sequence[Event]) -> dict[int, float]:
+    """The grader's rewards of single calls, by the call's number, in an attempt's last reward event."""
+    given = rewards[-1].data.get("calls") if rewards else None
+    if not isinstance(given, dict):
+        return {}
+    return {int(n): float(r) for n, r in given.items() if str(n).isdigit() and isinstance(r, (int, float))}
+
+
 @dataclass
 class Group:
     """The rollouts of one task that are compared with each other."""
@@ -284,6 +293,12 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [d.finished.reward for d in self.done if d.finished.reward is not None]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing can be learned from comparing its rollouts: no two have different rewards."""
+        steps = {reward for done in self.done for reward in done.finished.call_rewards.values()}
+        return len(set(self.rewards)) == 1 and len(steps) <= 1
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -321,6 +336,9 @@ class Groups:
     own task goes back to the order once, when the step is done: so which task a group of a step has depends on nothing
     but the order and how many groups were dropped before it, and is the same when the step is done again. `max_failed`
     dropped groups in a row end the run.
+
+    Up to `resample` groups of a step whose rewards are all equal are set aside in `equal`, and the next task takes the
+    place of each: dynamic sampling, DAPO (arXiv 2503.14476), Eq. 11. Their tasks come again in the next epoch.
     """
 
     def __init__(
@@ -333,7 +351,11 @@ class Groups:
         max_failed: int,
         run_folder: Path,
         prefix: str = "",
+        resample: int = 0,
     ) -> None:
+        self._resample = resample
+        self.equal: list[Group] = []
+        """Those of the last step that others took the place of."""
         self._collector = collector
         self._tasks = tasks
         self._order = order
@@ -358,7 +380,7 @@ class Groups:
     async def collect(self, count: int, step: int) -> list[Group]:
         """`count` whole groups, in the order in which they were begun."""
         ended: dict[int, Group] = {}
-        whole = 0
+        whole = replaced = 0
         running: set[asyncio.Task[tuple[int, Group]]] = set()
         begun = 0
         try:
@@ -371,7 +393,10 @@ class Groups:
                 for number, group in sorted((task.result() for task in finished), key=lambda pair: pair[0]):
                     ended[number] = group
                     if group.whole:
-                        whole += 1
+                        if group.equal and replaced < self._resample:
+                            replaced += 1
+                        else:
+                            whole += 1
                         self._failed_in_a_row.clear()
                     else:
                         self._drop(group)
@@ -380,7 +405,10 @@ class Groups:
                 task.cancel()
         groups = [ended[number] for number in sorted(ended)]
         self._put_back(groups)
-        return [group for group in groups if group.whole]
+        # Beyond the limit it is the first begun that are replaced, whichever came in first: a seed gives the same again.
+        self.equal = [group for group in groups if group.whole and group.equal][:replaced]
+        aside = {group.group_id for group in self.equal}
+        return [group for group in groups if group.whole and group.group_id not in aside]
 
     async def _run(self, number: int, group: Group, step: int) -> tuple[int, Group]:
         rollouts = [

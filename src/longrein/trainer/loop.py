@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longrein.client import ApiError, Client
-from longrein.config import Config, ConfigError
-from longrein.learning.advantage import group_advantages
+from longrein.config import LOSSES, Config, ConfigError
+from longrein.functions import load_function
 from longrein.records import Json, PruneRequest, RolloutState, StatusChange
 from longrein.tasks import TaskOrder, load_tasks
 from longrein.trainer import checkpoint
 from longrein.trainer.collect import Collector, Done, Group, Groups, RunFailed, attempts_of
+from longrein.trainer.credit import Credit, staleness
 from longrein.trainer.evaluate import evaluate, load_all
 from longrein.trainer.journal import PREFIX, Journal, Learned, id_prefix_of, lessons
 from longrein.trainer.preflight import preflight
@@ -37,6 +38,9 @@ from longrein.trajectory.batch import FinishedRollout, Ledger, make_batch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from longrein.learning.loss import TokenLoss
+    from longrein.trainer.torch.policy import Policy
 
 REFRESH_SECONDS = 1.0  # between two looks at how many rollouts run, for the display
 
@@ -102,7 +106,18 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         policy = load_policy(options, config.run.seed)
     except PolicyError as error:
         raise ConfigError(str(error)) from error
-    learner = Learner(policy, config.algorithm, config.trainer, config.model.autocast, config.gateway.train_temperature)
+    try:
+        learner = Learner(
+            policy,
+            config.algorithm,
+            config.trainer,
+            config.model.autocast,
+            config.gateway.train_temperature,
+            loss=own_loss(config),
+            reference=_load_reference(config),
+        )
+    except PolicyError as error:
+        raise ConfigError(str(error)) from error
     if config.engine.kind == "vllm":
         engine = VllmServers(
             policy, config.engine.urls, config.run.path / "weights", computer, in_flight=config.gate.in_flight
@@ -120,6 +135,24 @@ def _load_student(config: Config, resume: Path | None, computer: ThreadPoolExecu
         student.restore(resume)
         student.version = checkpoint.read_state(resume).version
     return student
+
+
+def own_loss(config: Config) -> TokenLoss | None:
+    """The function that `algorithm.loss` names, or None. Raises `ConfigError` when it cannot be imported."""
+    loss = config.algorithm.loss
+    return load_function(loss, config.run.folder, "algorithm.loss") if loss not in LOSSES else None
+
+
+def _load_reference(config: Config) -> Policy | None:
+    """The policy that the divergence is measured from; None if there is none, or LoRA's base model is it."""
+    from longrein.trainer.torch.policy import load_policy
+
+    options = config.algorithm
+    if not options.kl_coefficient or (config.model.lora.rank and not options.kl_reference):
+        return None
+    path = options.kl_reference or config.model.path
+    changes = {"path": path, "lora": config.model.lora.model_copy(update={"rank": 0})}
+    return load_policy(config.model.model_copy(update=changes), config.run.seed)
 
 
 async def train(
@@ -195,6 +228,7 @@ class _Run:
     """The last one that is done."""
     seconds: float = 0.0
     """Time spent on steps so far."""
+    credit: Credit
     saved: int = -1
     client: Client
 
@@ -220,6 +254,7 @@ class _Run:
             max_failed=config.trainer.max_failed_groups,
             run_folder=config.run.path,
             prefix=prefix,
+            resample=config.algorithm.dynamic_sampling,
         )
         return cls(
             config=config,
@@ -233,6 +268,7 @@ class _Run:
             groups=groups,
             prefix=prefix,
             watch=Watch(),
+            credit=Credit.of(config.algorithm, config.run.folder),
         )
 
     def go_on(self, state: checkpoint.TrainerState) -> None:
@@ -277,9 +313,14 @@ class _Run:
         times = [time.monotonic()]
         with tracker.phase("collect", ""):
             whole = await groups.collect(options.groups_per_step, step)
+        if groups.equal:
+            tracker.replaced(step, [group.group_id for group in groups.equal])
         times.append(time.monotonic())
         with tracker.phase("learn", ""):
-            updates, ledger = await self._learn(whole, step)
+            updates, ledger, credited = await self._learn(whole, step)
+        for group in groups.equal:
+            for done in group.done:
+                ledger.leave_out(done.finished.calls, "equal rewards")
         times.append(time.monotonic())
         with tracker.phase("publish", ""):
             if updates:
@@ -287,35 +328,42 @@ class _Run:
         times.append(time.monotonic())
         collected, learned, published = (later - sooner for sooner, later in pairwise(times))
         return {
-            **group_metrics(whole),
+            **group_metrics([*whole, *groups.equal], self.config.task.kind),
+            **credited,
             **_mean_of(updates),
             **ledger.metrics(),
             "updates": len(updates),
             "version": student.version,
             "groups/dropped": groups.dropped,
+            "groups/replaced": len(groups.equal),
             "tokens/per_second": ledger.sampled / max(collected, 1e-9),
             "time/collect": collected,
             "time/learn": learned,
             "time/publish": published,
         }
 
-    async def _learn(self, groups: Sequence[Group], step: int) -> tuple[list[dict[str, float]], Ledger]:
+    async def _learn(
+        self, groups: Sequence[Group], step: int
+    ) -> tuple[list[dict[str, float]], Ledger, dict[str, float]]:
         """The updates of one step. Advantages come from whole groups, before anything is divided or dropped."""
         options = self.config.algorithm
         attempts = attempts_of([done for group in groups for done in group.done])
         rollouts = [done.finished for group in groups for done in group.done]
-        advantages = group_advantages(
-            {r.rollout_id: r.reward for r in rollouts if r.reward is not None},
-            {r.rollout_id: r.group_id for r in rollouts},
-            options.advantage,
-        ).values
-        updates, ledger = [], Ledger()
+        graded = {r.rollout_id: 0.0 for r in rollouts if r.reward is not None}
         parts = divide(rollouts, options.updates_per_batch, f"{self.config.run.seed}/{step}")
-        for number, part in enumerate(parts):
-            batch = make_batch(part, advantages, options.train_kinds)
+        batches = [
+            make_batch(part, graded, options.train_kinds, options.normaliser, options.normaliser_tokens)
+            for part in parts
+        ]
+        rows = [row for batch in batches for row in batch.rows]
+        if options.prepares:
+            await self.student.prepare(rows)
+        credited = {**self.credit.assign(rollouts, rows), **staleness(rows, self.student.version)}
+        updates, ledger = [], Ledger()
+        for number, (part, batch) in enumerate(zip(parts, batches, strict=True)):
             ledger += batch.ledger
-            # Without an advantage there is no gradient; an optimizer step would only move by old momentum and decay.
-            if any(row.advantages.any() for row in batch.rows):
+            # Without an advantage there is mostly no gradient; an optimizer step would only move by old momentum and decay.
+            if any(row.advantages.any() for row in batch.rows) or (options.learns_without_advantage and batch.rows):
                 updates.append(await self.student.update(batch.rows))
             given = lessons({one.rollout_id: attempts[one.rollout_id] for one in part}, batch.rows)
             if not self.journal.learned(Learned("train", step, number, self.student.version, given)):
@@ -323,7 +371,7 @@ class _Run:
                     f"step {step} was learned from other rollouts or tokens before this run was broken off: versions that "
                     "the record gives for tokens sampled since then are those of other weights"
                 )
-        return updates, ledger
+        return updates, ledger, credited
 
     async def evaluate(self, name: str, step: int) -> None:
         """Evaluate on the held-out tasks, unless this evaluation was made before (by the run that is resumed)."""

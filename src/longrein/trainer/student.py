@@ -116,6 +116,10 @@ class Student:
         self.version += 1
         return metrics
 
+    async def prepare(self, rows: Sequence[Row]) -> None:
+        """Compute what the algorithm needs of a step's rows before the first of its updates, into their columns."""
+        await self.apart(self.learner.prepare, rows)
+
     async def publish(self) -> None:
         """Give the engine the newest weights, tell the gateway their version, and let sampling go on.
 

@@ -1,15 +1,16 @@
 """Where a run's numbers go: `metrics.jsonl` always, TensorBoard and Weights & Biases on request, the screen by a display.
 
 A line of `metrics.jsonl` has a `kind`: `step`, `warmup`, `evaluation`, `phase` (seconds spent in one phase), `warning`,
-`note` and `begin` (a start or a resumption). A step stands there once: when a run goes on from a checkpoint, the steps
-behind it, which are done again, become lines of kind `undone`. Numbers that are not finite are written as null.
+`note`, `replaced` (groups of equal rewards that a step did not learn from) and `begin` (a start or a resumption). A step
+stands there once: when a run goes on from a checkpoint, the steps behind it, which are done again, become lines of kind
+`undone`. Numbers that are not finite are written as null.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ class Tracker:
         )
         self._send({"held_out/reward": found.mean}, found.step)
         self.display.evaluation(found)
+
+    def replaced(self, step: int, groups: Sequence[str]) -> None:
+        """Record the groups of equal rewards that a step replaced by others."""
+        self._write("replaced", {"step": step, "groups": list(groups)})
 
     def note(self, text: str) -> None:
         """Say something that is worth knowing."""

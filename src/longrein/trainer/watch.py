@@ -13,11 +13,15 @@ from longrein.trainer.collect import Group
 LENGTH_SHARE = 0.05  # share of calls cut by a token limit above which the limit is held to be too short
 STUCK_STEPS = 3
 ENTROPY_SHARE = 0.05  # of the first step's entropy
+LEFT_OUT_SHARE = 0.5  # of the tokens, by a correction or rejection
 REPEAT_STEPS = 10  # a warning is said again after so many steps
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's rollouts came to: rewards, their spread within groups, calls, the graders' further numbers."""
+def group_metrics(groups: Sequence[Group], kind: str = "") -> dict[str, float]:
+    """What a step's rollouts came to: rewards, their spread within groups, calls, the graders' further numbers.
+
+    `kind` is the field of a task that says its kind (`task.kind`): `reward/kind/…` are the mean rewards of each.
+    """
     rollouts = [done.finished for group in groups for done in group.done]
     rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
     spreads = [float(np.std(group.rewards)) for group in groups]
@@ -40,6 +44,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
             further.setdefault(name, []).append(value)
     for name in [name for name in further if name.startswith("audit/")]:  # shares: who has no flag does not name it
         values[name] = sum(further.pop(name)) / len(rollouts)
+    kinds: dict[str, list[float]] = {}
+    for group in groups:
+        for done in group.done:
+            if kind and done.finished.reward is not None:
+                kinds.setdefault(str(done.rollout.input.get(kind, "none")), []).append(done.finished.reward)
+    values |= {f"reward/kind/{name}": float(np.mean(found)) for name, found in kinds.items()}
     return values | {f"grader/{name}": float(np.mean(numbers)) for name, numbers in further.items()}
 
 
@@ -101,6 +111,12 @@ class Watch:
                 found["entropy"] = (
                     f"entropy fell from {self._first_entropy:.3f} to {entropy:.4f} per token: the policy is nearly "
                     "deterministic and explores no more; lower trainer.learning_rate"
+                )
+        for name, what in (("rejected", "rejection"), ("correction/zero", "correction")):
+            if values.get(name, 0.0) > LEFT_OUT_SHARE:
+                found[name] = (
+                    f"the {what} leaves out {100 * values[name]:.0f} % of the tokens: sampler and learner are far apart "
+                    "(logprob_gap, ratio/…), or the bounds are too narrow for ratios of whole sequences"
                 )
         norm = values.get("grad_norm")
         if norm is not None and not math.isfinite(norm):

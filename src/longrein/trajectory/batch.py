@@ -4,7 +4,8 @@ A row is one context that the model ended in (a leaf of the rollout's tree). Row
 token is trained in exactly one of them, the first that holds it. A token's weight is w = 1 / (R · L_ρ), with R the
 rollouts of the update that have a trainable token (zero advantage included) and L_ρ that rollout's trainable tokens:
 Eq. 16 of arXiv 2608.17528, `L = (1/R) Σ_ρ [ Σ_j Σ_t ℓ_{ρ,j,t} / Σ_j L_{ρ,j} ]`. It is fixed here, before the batch is
-cut into micro-batches, and never divided again, so a batch's weights sum to 1.
+cut into micro-batches, and never divided again, so a batch's weights sum to 1. Other normalisers are in
+`learning.normalise`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from longrein.learning.normalise import Normaliser, token_weights
 from longrein.records import Call, CallKind, Outcome
 from longrein.trajectory.kinds import TRAINED_KINDS, Reason, unsupervised, untrained
 from longrein.trajectory.tree import Node, build_tree
@@ -38,6 +40,11 @@ class Row:
     """float32 [T]: 0 where not trained."""
     weights: np.ndarray
     """float64 [T]: 1 / (R · L_ρ) where trained, else 0."""
+    calls: np.ndarray | None = None
+    """int32 [T]: number of the call that sampled the token; -1 where not trained."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further numbers of the tokens, [T] each, by name: what an algorithm asked the learner to compute (`proximal`,
+    `reference`, `values`) or to learn (`returns`)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class FinishedRollout:
     """How the attempt ended; None when it is not known."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further numbers of the grader."""
+    call_rewards: dict[int, float] = field(default_factory=dict)
+    """Process rewards of the grader, by the call's number."""
 
 
 @dataclass
@@ -94,6 +103,8 @@ def make_batch(
     rollouts: Sequence[FinishedRollout],
     advantages: Mapping[str, float],
     kinds: Collection[CallKind] = TRAINED_KINDS,
+    normaliser: Normaliser = "rollout",
+    constant: int = 0,
 ) -> Batch:
     """The rows of one policy-gradient update, of the calls of these kinds.
 
@@ -112,7 +123,7 @@ def make_batch(
         calls = _choose(rollout.calls, lambda call: untrained(call, kinds), ledger)
         if calls:
             chosen.append((rollout, advantages[rollout.rollout_id], calls))
-    return _weighted(chosen, ledger)
+    return _weighted(chosen, ledger, normaliser, constant)
 
 
 def make_demonstrations(rollouts: Sequence[FinishedRollout], kinds: Collection[CallKind] = TRAINED_KINDS) -> Batch:
@@ -157,18 +168,27 @@ def _choose(calls: Sequence[Call], excluded: Callable[[Call], Reason | None], le
     return chosen
 
 
-def _weighted(chosen: Sequence[tuple[FinishedRollout, float, list[Call]]], ledger: Ledger) -> Batch:
-    rows = []
-    for rollout, advantage, calls in chosen:
-        weight = 1.0 / (len(chosen) * sum(len(call.sampled) for call in calls))
+def _weighted(
+    chosen: Sequence[tuple[FinishedRollout, float, list[Call]]],
+    ledger: Ledger,
+    normaliser: Normaliser = "rollout",
+    constant: int = 0,
+) -> Batch:
+    rows: list[Row] = []
+    owners: list[int] = []
+    for number, (rollout, advantage, calls) in enumerate(chosen):
         try:
-            rows.extend(_rows(rollout, advantage, calls, weight))
+            rows.extend(_rows(rollout, advantage, calls))
         except ValueError as error:
             raise ValueError(f"rollout {rollout.rollout_id}: {error}") from error
+        owners += [number] * (len(rows) - len(owners))
+    weights = token_weights([int(row.trained.sum()) for row in rows], owners, normaliser, constant)
+    for row, weight in zip(rows, weights, strict=True):
+        row.weights[row.trained] = weight
     return Batch(rows, ledger)
 
 
-def _rows(rollout: FinishedRollout, advantage: float, calls: Sequence[Call], weight: float) -> list[Row]:
+def _rows(rollout: FinishedRollout, advantage: float, calls: Sequence[Call]) -> list[Row]:
     tree = build_tree(rollout.calls)
     samples = {call.number: _sample(call) for call in calls}
     claimed: set[int] = set()
@@ -181,7 +201,6 @@ def _rows(rollout: FinishedRollout, advantage: float, calls: Sequence[Call], wei
                 claimed.add(index)
                 _fill(row, node, *samples[node.call])
         row.advantages[row.trained] = advantage
-        row.weights[row.trained] = weight
         rows.append(row)
     return rows
 
@@ -197,6 +216,7 @@ def _empty_row(rollout: FinishedRollout, tokens: np.ndarray) -> Row:
         np.full(length, -1, np.int32),
         np.zeros(length, np.float32),
         np.zeros(length, np.float64),
+        np.full(length, -1, np.int32),
     )
 
 
@@ -205,6 +225,8 @@ def _fill(row: Row, node: Node, logprobs: np.ndarray, versions: np.ndarray) -> N
     row.trained[here] = True
     row.logprobs[here] = logprobs[there]
     row.versions[here] = versions[there]
+    assert row.calls is not None
+    row.calls[here] = -1 if node.call is None else node.call
 
 
 def _sample(call: Call) -> tuple[np.ndarray, np.ndarray]:

@@ -71,7 +71,7 @@ def build_report(
     report = Report(rollouts=len(rollouts))
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     pruned: set[str] = set()
-    reasons = _rollout_reasons(rollouts, rewards, learned)
+    reasons = _rollout_reasons(rollouts, rewards, learned, metrics)
     trained: Counter[str] = Counter()
     for (rollout_id, attempt_id), calls in calls_by_attempt.items():
         rollout = by_id[rollout_id]
@@ -98,9 +98,13 @@ def build_report(
 
 
 def _rollout_reasons(
-    rollouts: Sequence[Rollout], rewards: Mapping[str, float], learned: Collection[str] | None
+    rollouts: Sequence[Rollout],
+    rewards: Mapping[str, float],
+    learned: Collection[str] | None,
+    metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Reason | None]:
     """Why a whole rollout is not trained, by its id; None where it is."""
+    replaced = {group for line in metrics if line.get("kind") == "replaced" for group in line["groups"]}
     reasons: dict[str, Reason | None] = {}
     for rollout in rollouts:
         reasons[rollout.rollout_id] = _own_reason(rollout, rewards)
@@ -114,6 +118,8 @@ def _rollout_reasons(
             continue
         if rollout.group_id in incomplete:
             reasons[rollout.rollout_id] = "group dropped"
+        elif rollout.group_id in replaced:
+            reasons[rollout.rollout_id] = "equal rewards"
         elif learned is not None:
             reasons[rollout.rollout_id] = "step not finished"
     return reasons

@@ -44,6 +44,11 @@ class Forward:
         self._shares: bool | None = None
 
     @property
+    def gives_hidden_states(self) -> bool:
+        """Whether states are the hidden ones below the output embedding, and not logits already."""
+        return self._head is not None
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether a trunk and its branches give what plain rows give; tried out at the first question."""
         if self._shares is None:
