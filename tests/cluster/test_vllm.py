@@ -246,6 +246,7 @@ async def test_a_reply_goes_on_with_new_weights_or_is_finished_before(
     student = Student(policy, cast(Any, None), engine, "policy")
     async with serving(tmp_path, **sections(server)) as served, Client(served.url, KEY) as client:
         await student.start(client)
+        await student.serve()
         headers = await served.start()
         body = {"messages": ASK, "max_tokens": 250, "stream": True}
         publishing: asyncio.Future[None] | None = None
