@@ -61,7 +61,9 @@ def test_keys_and_tokens_are_written_nowhere(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         f'[run]\nname = "loud"\ndir = {json.dumps(str(tmp_path / "runs"))}\n[model]\npath = "./model"\n[agent]\n'
-        f'command = ["python", "agent.py", {json.dumps(str(seen))}]\n[reward]\nfrom = "agent"\n'
+        f'command = ["python", "agent.py", {json.dumps(str(seen))}]\n'
+        # It writes outside of its directory.
+        f'user = "{"root" if os.geteuid() == 0 else "auto"}"\n[reward]\nfrom = "agent"\n'
         '[engine]\nkind = "scripted"\nscript = "loud_script:script"\n'
     )
     processes: list[subprocess.Popen[bytes]] = []

@@ -101,6 +101,8 @@ def fresh(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, 
         text=True,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        # Tests in a shell's background inherit an ignored SIGINT, which agents do not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
